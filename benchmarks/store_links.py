@@ -11,11 +11,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from bench_links import CLONE_NEWNET, PORT, Unavailable, namespace_call, run_words
+from bench_links import BURST_KB, CLONE_NEWNET, PORT, Unavailable, namespace_call, run_words
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
-
-_BURST_KB = 128
 
 
 class StoreLinks:
@@ -77,7 +75,7 @@ class StoreLinks:
 
     def limit(self, server: int, megabits: float) -> None:
         """Hold both directions of a server's link to so many Mbit/s each."""
-        shape = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", f"{_BURST_KB}kb", "latency", "100ms")
+        shape = ("root", "tbf", "rate", f"{megabits:g}mbit", "burst", f"{BURST_KB}kb", "latency", "100ms")
         run_words("tc", "qdisc", "replace", "dev", f"near{server}", *shape)
         with self._at(self._far[server]):
             run_words("tc", "qdisc", "replace", "dev", "far", *shape)

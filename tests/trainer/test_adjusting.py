@@ -26,7 +26,8 @@ from foreload.trainer.adjusting.decision import (
     remembered,
     slow_trainer,
 )
-from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, Size, predicted
+from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, predicted
+from foreload.trainer.adjusting.size import Size
 
 LANES = 4
 LEAST, MOST = Size(1, 1), Size(4, 4)

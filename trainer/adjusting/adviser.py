@@ -22,7 +22,8 @@ from foreload.trainer.adjusting.decision import (
     remembered,
     undone,
 )
-from foreload.trainer.adjusting.prediction import Measured, Size
+from foreload.trainer.adjusting.prediction import Measured
+from foreload.trainer.adjusting.size import Size
 
 AGREED = 2
 """So many windows in a row must want a change that saves time before it is made."""
@@ -76,8 +77,8 @@ class Adviser:
     # The action under way, and the time trained when it was advised.
     _action: Resize | None = None
     _acted_at: float = 0.0
-    # What the last windows wanted, None for another size, and how many in a row wanted that. The
-    # sizes, and the figures in the reasons, may differ a little.
+    # What the last windows wanted, without its reason, None for another size, and how many in a row
+    # wanted that. The sizes may differ a little.
     _wanted: tuple[MoveShard | ReplaceTrainer | None, int] = (None, 0)
 
     def look(self, measured: Measured, seen: Situation) -> Advice:
@@ -132,11 +133,9 @@ class Adviser:
         """Whether enough windows in a row wanted this. What goes on, or cannot wait, is agreed at once."""
         if isinstance(action, Resize) and (action.gain_seconds is None or action.trial is None or action.trial.goes_on):
             return True
-        what = None if isinstance(action, Resize) else action
+        what = None if isinstance(action, Resize) else replace(action, reason="")
         last, times = self._wanted
-        same = isinstance(what, MoveShard) and isinstance(last, MoveShard) and what.shard == last.shard
-        same |= isinstance(what, ReplaceTrainer) and isinstance(last, ReplaceTrainer) and what.trainer == last.trainer
-        self._wanted = (what, times + 1 if same or what is last is None else 1)
+        self._wanted = (what, times + 1 if what == last else 1)
         return self._wanted[1] >= AGREED
 
     def acts(self, action: Action, trained_seconds: float) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, Size, predicted
+from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, predicted
+from foreload.trainer.adjusting.size import Size
 
 # The least share of the time to come that a change must be predicted to save.
 LEAST_GAIN = 0.05
@@ -233,14 +234,18 @@ class Verdict:
     gain: float
 
 
+def _expected(before: Measured, size: Size, now: Measured, machine: Machine) -> float:
+    """Return the seconds, above 0, that a step with the work of `now` would take as measured before with a size."""
+    work = Ahead(np.array([1]), np.array([now.samples]), np.array([now.rows]))
+    return max(float(predicted(before, size, size, machine, work)[0]), 1e-9)
+
+
 def judged(trial: Trial, now: Measured, machine: Machine) -> Verdict:
     """Judge a trial by what was measured at its target.
 
     The steps since may have more or less to do than those before it, which counts.
     """
-    work = Ahead(np.array([1]), np.array([now.samples]), np.array([now.rows]))
-    before = float(predicted(trial.measured, trial.origin, trial.origin, machine, work)[0])
-    gain = 1 - now.seconds / max(before, 1e-9)
+    gain = 1 - now.seconds / _expected(trial.measured, trial.origin, now, machine)
     return Verdict(gain >= _KEPT, gain)
 
 
@@ -253,11 +258,8 @@ def remembered(
     forgotten.
     """
     before = known.get(now)
-    if before is not None:
-        work = Ahead(np.array([1]), np.array([measured.samples]), np.array([measured.rows]))
-        expected = float(predicted(before, now, now, machine, work)[0])
-        if not 1 / _CHANGED < measured.seconds / max(expected, 1e-9) < _CHANGED:
-            return {now: measured}, frozenset()
+    if before is not None and not 1 / _CHANGED < measured.seconds / _expected(before, now, measured, machine) < _CHANGED:
+        return {now: measured}, frozenset()
     return {**known, now: measured}, rejected
 
 

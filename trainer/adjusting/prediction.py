@@ -16,6 +16,7 @@ import numpy as np
 
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.pipelines.schedule.walk import LaneMoves
+from foreload.trainer.adjusting.size import Size
 
 # From this share of a step on that trainers wait for rows, the links to the store are always busy.
 _STORE_BOUND = 0.1
@@ -26,18 +27,6 @@ _EXCHANGE_GUESS = 0.1
 # How much more processor time twice as many trainers take for the same step.
 _MORE_TRAINERS = 0.15
 _WINDOWS = 64  # the most windows into which the steps to come are divided
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Size:
-    """The size of a job."""
-
-    trainers: int
-    shards: int
-
-    def __str__(self) -> str:
-        trainers, shards = self.trainers, self.shards
-        return f"{trainers} trainer{'s' * (trainers != 1)}, {shards} store shard{'s' * (shards != 1)}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,6 @@ import sys
 from typing import Any
 
 from foreload.base.errors import SettingError
-from foreload.base.memory import total_bytes
 from foreload.base.settings import add_arguments, given
 from foreload.trainer.command_line.shared import a_path, add_json, add_plain, print_result
 from foreload.trainer.job.job import TrainJob
@@ -122,13 +121,13 @@ def _plan(parsed: argparse.Namespace) -> int:
     deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
     budget = None if parsed.budget is None else _positive("--budget", parsed.budget)
     price = _positive("--gb-price", parsed.gb_price, zero=True)
-    cores, memory, stores = _pool(parsed.pool)
+    pool = Pool() if parsed.pool is None else Pool.parse("--pool", parsed.pool)
     from foreload.trainer.commands import plan
 
     plan.check_writable(parsed.plot)
     values = {name: value for name, value in given(parsed, TrainJob).items() if name in _OF_THE_JOB}
     request = plan.request_of(
-        parsed.schedule, values, parsed.job, plan.Pool(cores, memory, stores), deadline=deadline, budget=budget, history=parsed.history,
+        parsed.schedule, values, parsed.job, plan.Pool.of(pool), deadline=deadline, budget=budget, history=parsed.history,
         gb_price=price,
     )  # fmt: skip
     planned = plan.run(request, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True))
@@ -152,14 +151,3 @@ def _positive(flag: str, text: str, zero: bool = False) -> float:
     if not (0 < value < float("inf") or (zero and value == 0)):
         raise SettingError(f"{flag}: must be a number {'of at least' if zero else 'above'} 0; got {text!r}")
     return value
-
-
-def _pool(text: str | None) -> tuple[int, int, int]:
-    """Return the cores, the bytes of memory and the store shards that --pool gives.
-
-    What it does not give is this machine's, and up to 5 store shards.
-    """
-    from foreload.trainer.assembly.job_shape import cores
-
-    pool = Pool() if text is None else Pool.parse("--pool", text)
-    return pool.cores or cores(), pool.memory_bytes or total_bytes(), pool.stores or 5

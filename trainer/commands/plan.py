@@ -17,17 +17,18 @@ from typing import Any
 import numpy as np
 
 from foreload.base.codec import parse_json
-from foreload.base.memory import available_bytes
+from foreload.base.memory import available_bytes, total_bytes
 from foreload.base.settings import local, read_job_file, settings_of
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
 from foreload.pipelines.planning.options import PrepareOptions
 from foreload.pipelines.schedule.format import PROVENANCE, SET_NAME
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.assembly.job_shape import alike, machine, settings_of_job
+from foreload.trainer.assembly.job_shape import alike, cores, machine, settings_of_job
 from foreload.trainer.commands.history import aligned
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import HistoryError, PlanError
+from foreload.trainer.job import job_values
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Parity
 from foreload.trainer.resources.choices import GIB, Choice, choose, duration, front
@@ -57,6 +58,11 @@ class Pool:
     cores: int
     memory_bytes: int
     stores: int
+
+    @classmethod
+    def of(cls, given: job_values.Pool) -> Pool:
+        """Return a pool, in which what is not given is this machine's, and up to STORES shards."""
+        return cls(given.cores or cores(), given.memory_bytes or total_bytes(), given.stores or job_values.STORES)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from foreload.base.codec import LeftOut
+from foreload.trainer.adjusting.size import Size
 from foreload.trainer.cluster.messages.control import RunStatus, training_status
 from foreload.trainer.errors import after_step
 from foreload.trainer.run.directory import Run
@@ -93,8 +94,7 @@ class LastChange:
     def text(self) -> str:
         """Return the change as one line."""
         found = "" if self.gain is None else f"; steps are {abs(self.gain):.0%} {'faster' if self.gain >= 0 else 'slower'} since"
-        trainers, shards = self.trainers, self.shards
-        size = f"{trainers} trainer{'s' * (trainers != 1)}, {shards} store shard{'s' * (shards != 1)}"
+        size = Size(self.trainers, self.shards)
         return f"changed by --auto {after_step(self.step)}, to {size}: {self.reason}{found}"
 
 

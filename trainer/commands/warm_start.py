@@ -12,17 +12,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from foreload.base.memory import total_bytes
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.assembly.job_shape import cores, machine, settings_of_job
+from foreload.trainer.assembly.job_shape import machine, settings_of_job
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import HistoryError, PlanError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Parity, Pool, Servers
 from foreload.trainer.job.scheduler import under_scheduler
+from foreload.trainer.resources.choices import Choice, choose, duration
 from foreload.trainer.run import history
-
-_STORES = 5
 
 
 def started(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -65,7 +63,7 @@ def _size(trainers: int, shards: int | None) -> str:
     return f"{trainers} trainer{'s' * (trainers != 1)}, local:{shards}"
 
 
-def _choice(job: TrainJob, own_store: bool, own_trainers: bool) -> tuple[Any, str]:
+def _choice(job: TrainJob, own_store: bool, own_trainers: bool) -> tuple[Choice, str]:
     """Return the choice and the reason.
 
     Raises:
@@ -75,7 +73,6 @@ def _choice(job: TrainJob, own_store: bool, own_trainers: bool) -> tuple[Any, st
     # These imports load torch, which reads the environment that was just set.
     from foreload.trainer.assembly.assembly import DenseModel
     from foreload.trainer.commands import plan
-    from foreload.trainer.resources.choices import choose, duration
     from foreload.trainer.resources.features import step_counts
 
     schedule = Schedule(job.schedule)
@@ -84,17 +81,14 @@ def _choice(job: TrainJob, own_store: bool, own_trainers: bool) -> tuple[Any, st
     profiles = [one for one in ([] if path is None else history.read(path)) if plan.is_usable(one, settings, here)]
     if not profiles:
         raise PlanError("the history has no profile of a job like this one")
-    given, shards = job.pool or Pool(), job.store.local
+    pool, shards = plan.Pool.of(job.pool or Pool()), job.store.local
     assert shards is not None
-    pool = plan.Pool(given.cores or cores(), given.memory_bytes or total_bytes(), given.stores or _STORES)
     parity = job.code(shards)
     # How trainers share a machine is hard to predict, so only numbers that were tried are chosen.
     tried = {int(one.settings["trainers"]) for one in profiles}
     setups = [
         one
-        for one in plan.setups_of(
-            replace(job, parity=parity), settings, plan.Pool(pool.cores, pool.memory_bytes, max(pool.stores, shards))
-        )
+        for one in plan.setups_of(replace(job, parity=parity), settings, replace(pool, stores=max(pool.stores, shards)))
         if (one.trainers in tried if own_trainers else one.trainers == job.trainers) and (own_store or one.shards == shards)
     ]
     if not setups:

@@ -343,6 +343,8 @@ def tracker_name(flag: str, value: Any) -> str:
 
 AUTO = "auto"
 DRY_RUN = "dry-run"
+STORES = 5
+"""The most store shards that the run has servers of its own for, if no --pool says otherwise."""
 """The value of --resume that starts the run if it is new, and else resumes it."""
 
 Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]

@@ -202,13 +202,12 @@ def by_shard(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 CHUNK_SECONDS = 0.02
 MOST_CHUNK_SECONDS = 0.1  # at most, where fewer rows would take hardly less
 MOVING_SHARE = 0.125  # of the traffic thread's time at most: rows stay protected during a migration
-# The share where rows leave a shard that is far slower than others. Training waits for the slow
-# shard until the migration is over, so a smaller share would make it wait longer.
-_SHARE_OF_SLOW = 0.5
-# Where training waits for the store, which is to have more shards, rows migrate in a hurry. What that
-# takes from training is the same in all, and training is faster earlier. In a longer chunk less of
-# the time is spent on ending the batches under way before it.
+# The share where training waits for the store until the migration is over: rows leave a shard that
+# is far slower than others, or come to further shards. What that takes from training is the same in
+# all, and training is faster earlier.
 HURRIED_SHARE = 0.5
+# Where rows come to further shards: in a longer chunk less of the time is spent on ending the batches
+# under way before it.
 _HURRIED_SECONDS, _MOST_HURRIED_SECONDS = 0.1, 0.2
 # Rows of a chunk to one shard: at first, and at least, where chunks take too long.
 FIRST_ROWS, FEWEST_ROWS = 256, 32
@@ -361,7 +360,7 @@ class Migration(Refill):
         (leaving,) = placement.leaving
         if slower(leaving, self._stored.store.recent_seconds, _FAR_SLOWER, _FAR_SLOWER_SECONDS) is not None:
             shards.avoid(leaving)
-            self.share, self._not_before = _SHARE_OF_SLOW, 0.0
+            self.share, self._not_before = HURRIED_SHARE, 0.0
 
     def _select(self) -> Chunk | None:
         for state in self._lanes.all:

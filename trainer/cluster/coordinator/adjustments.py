@@ -25,7 +25,8 @@ from foreload.trainer.adjusting.decision import (
     decide,
     slow_trainer,
 )
-from foreload.trainer.adjusting.prediction import Machine, Measured, Size, Work, mean
+from foreload.trainer.adjusting.prediction import Machine, Measured, Work, mean
+from foreload.trainer.adjusting.size import Size
 from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.membership import Membership
@@ -36,7 +37,7 @@ from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused, ScaleBegun
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_values import DRY_RUN, Pool
+from foreload.trainer.job.job_values import DRY_RUN, STORES, Pool
 from foreload.trainer.job.memory_check import store_bytes, trainer_bytes
 from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import Adjusted, AdjustmentJudged
@@ -47,7 +48,6 @@ WINDOW_STEPS, WINDOW_SECONDS = 10, 2.0
 # After a change, and at the beginning, so many steps are not measured, over at least this time:
 # trainers still compile, and fill their caches.
 _WARM_UP_STEPS, _WARM_UP_SECONDS = 5, 1.0
-_STORES = 5  # the most local servers without a --pool that says otherwise
 # What the store moves in a second, as long as it is never seen busy, and what the start or the end
 # of a trainer takes from training: a pause, and the start's processor time on one of the cores.
 _BYTES_PER_SECOND = 2e7
@@ -65,33 +65,27 @@ class _Window:
     Attributes:
         reports: trainer -> its reports of steps.
         servers: the processor time of the local servers at the window's beginning.
-        warm_up_steps: the number of steps that are not measured, which come first.
-        warm_up_seconds: the least time of these.
+        warm_up_steps: if not 0, the steps are not measured, and the window is over after so many.
     """
 
     servers: float = 0.0
     warm_up_steps: int = 0
-    warm_up_seconds: float = 0.0
     reports: dict[int, list[StepReport]] = field(default_factory=dict)
 
     def add(self, trainer: int, report: StepReport) -> None:
         self.reports.setdefault(trainer, []).append(report)
 
-    def warm_up(self, members: Iterable[int]) -> bool:
-        """Drop the first steps. Returns whether the steps to measure begin now."""
-        if self.warm_up_steps <= 0:
+    def is_warmed_up(self, members: Iterable[int]) -> bool:
+        """Whether the steps that are not measured are over."""
+        if not self.warm_up_steps:
             return False
         steps = min((len(self.reports.get(trainer, ())) for trainer in members), default=0)
         seconds = max((sum(report.seconds for report in reports) for reports in self.reports.values()), default=0.0)
-        if steps < self.warm_up_steps or seconds < self.warm_up_seconds:
-            return False
-        self.warm_up_steps = 0
-        self.reports.clear()
-        return True
+        return steps >= self.warm_up_steps and seconds >= _WARM_UP_SECONDS
 
     def is_over(self, members: Iterable[int]) -> bool:
         """Whether every member has reported enough steps."""
-        return self.warm_up_steps <= 0 and all(
+        return not self.warm_up_steps and all(
             len(of := self.reports.get(trainer, ())) >= WINDOW_STEPS and sum(report.seconds for report in of) >= WINDOW_SECONDS
             for trainer in members
         )
@@ -138,7 +132,7 @@ class Adjustments:
         self._on = bool(job.auto) and not under_scheduler()
         # A thread reads the whole schedule at first, which may take seconds.
         self._reading = in_background(lambda: Work(call.schedule).advance()) if self._on else None
-        self._window = _Window(warm_up_steps=_WARM_UP_STEPS, warm_up_seconds=_WARM_UP_SECONDS)
+        self._window = _Window(warm_up_steps=_WARM_UP_STEPS)
         self._row_bytes = _mean_row_bytes(call.layouts)
         self._most_by_memory = _most_by_memory(call, self._pool) if self._on else 0
         self._adviser = Adviser()
@@ -179,7 +173,7 @@ class Adjustments:
     def _poll(self, members: Membership, is_training: bool, work: Work) -> None:
         self._see_answer()
         if not is_training or self._is_busy(members):
-            self._begin_window(warm_up_steps=_WARM_UP_STEPS)
+            self._window = _Window(warm_up_steps=_WARM_UP_STEPS)
             return
         now = Size(len(members.term.members), len(self._moves.placement.live))
         memory = self._shards.memory
@@ -189,14 +183,13 @@ class Adjustments:
             if urgent is not None:
                 self._act(urgent, now)
                 return
-        if self._window.warm_up(members.term.members):
-            self._window.servers, self._loads_before = self._server_seconds(), dict(self.loads)
+        if self._window.is_warmed_up(members.term.members):
+            self._begin_window()
         if self._window.is_over(members.term.members):
             self._look(work, now, members)
 
-    def _begin_window(self, warm_up_steps: int = 0) -> None:
-        self._window = _Window(self._server_seconds(), warm_up_steps, _WARM_UP_SECONDS)
-        self._loads_before = dict(self.loads)
+    def _begin_window(self) -> None:
+        self._window, self._loads_before = _Window(self._server_seconds()), dict(self.loads)
 
     def _is_busy(self, members: Membership) -> bool:
         """Whether a change is under way, or a loss is being repaired."""
@@ -240,7 +233,7 @@ class Adjustments:
             f"than with {over.trial.origin}{'' if paid else '; that does not pay'}"
         )
 
-    def _situation(self, work: Work, now: Size, full_after: int | None = None, slow_shard: SlowShard | None = None) -> Situation:
+    def _situation(self, work: Work, now: Size, full_after: int | None = None) -> Situation:
         call, step = self._call, self._call.events.step
         job, lanes, placement, memory = call.job, call.schedule.header.lanes, self._moves.placement, self._shards.memory
         here = job.engine == "local"
@@ -404,7 +397,7 @@ def most_shards(job: TrainJob, shards: StoreShards, now: int) -> int:
     """
     of_pool = None if job.pool is None else job.pool.stores
     if shards.own is not None:
-        return max(of_pool or _STORES, now)
+        return max(of_pool or STORES, now)
     return max(min(now + shards.spares, of_pool or now + shards.spares), now)
 
 

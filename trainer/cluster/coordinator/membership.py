@@ -329,13 +329,17 @@ _NOTHING = SeededCopy(0, 0, False)
 
 
 class LaneReplicas:
-    """The state of the lanes' replicas in the current term."""
+    """The state of the lanes' replicas in the current term.
+
+    Attributes:
+        exposed: Whether the last message to the user was that the loss of a trainer is not
+            survived, because a lane has no complete replica yet.
+    """
 
     def __init__(self, call: TrainingCall, term: Term) -> None:
         self._call, self._term = call, term
         self._reported: dict[int, CopiesReport] = {}  # trainer -> its last report of this term
-        # Whether the last message to the user was that the loss of a trainer is not survived.
-        self._exposed = False
+        self.exposed = False
 
     def on_term(self, term: Term) -> None:
         """Begin a new term, in which trainers report their replicas anew."""
@@ -352,21 +356,16 @@ class LaneReplicas:
         if not all(self._term.copies) or not holders <= self._reported.keys():
             return
         lacking = self.lacking
-        if lacking and not self._exposed:
+        if lacking and not self.exposed:
             lanes = ", ".join(map(str, lacking))
             self._call.say(
                 f"lane {lanes}: has no complete copy yet; until it has one, the run does not survive the loss of its trainer"
             )
             self._call.events.note(CopiesIncomplete(lanes=tuple(lacking)))
-        elif self._exposed and not lacking:
+        elif self.exposed and not lacking:
             self._call.say("every lane has a complete copy again; the run survives a further loss")
             self._call.events.note(CopiesComplete())
-        self._exposed = bool(lacking)
-
-    @property
-    def exposed(self) -> bool:
-        """Whether a lane that should have a replica has no complete one yet, as far as trainers have reported."""
-        return self._exposed
+        self.exposed = bool(lacking)
 
     @property
     def lacking(self) -> list[int]:

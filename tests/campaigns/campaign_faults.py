@@ -154,7 +154,6 @@ class Infliction:
             if not hashes:
                 raise OSError("no rows yet")
             key = hashes[self.fault.target % len(hashes)]
-            store.command(0, "DEL", key)
             store.command(0, "SET", key, "another's")
         return str(key)
 

@@ -40,12 +40,17 @@ def train(clicks: Clicks, run: Path, *urls: str) -> tuple[object, ...]:
     return ("train", clicks.schedule, "--run", run, "--store", ",".join(urls), "--digest", *SMALL)
 
 
+def put_foreign_list(store: Store, key: bytes) -> None:
+    """Replace a key by a list, in one command: a trainer may write the key at any time."""
+    store.command(0, "RPUSH", "foreign", "of", "another", "program")
+    store.command(0, "RENAME", "foreign", key)
+
+
 def put_foreign_key(url: str) -> bytes:
     """Have a list stand in the place of lane 0's hash on a server; returns its name."""
     with Store([url]) as store:
         key = lane_key("run", 0, look_at(store, 0, "run", [0])[0].epoch)
-        store.command(0, "UNLINK", key)
-        store.command(0, "RPUSH", key, "of", "another", "program")
+        put_foreign_list(store, key)
         return key
 
 
@@ -147,8 +152,7 @@ def put_foreign_value(url: str, key: bytes, content: bytes | None) -> None:
     """Replace a key on a server by other content, or by a list if that is None."""
     with Store([url]) as store:
         if content is None:
-            store.command(0, "UNLINK", key)
-            store.command(0, "RPUSH", key, "of", "another", "program")
+            put_foreign_list(store, key)
         else:
             store.command(0, "SET", key, content)
 

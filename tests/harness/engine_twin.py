@@ -8,6 +8,8 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from foreload.trainer.adjusting.shares import Choice, Share
+from foreload.trainer.adjusting.size import Size
 from foreload.trainer.cluster.engines.engine import Draining
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
@@ -119,7 +121,13 @@ class TwinEngine:
     def take(self) -> None:
         """See Engine."""
 
-    def check_room(self, server_bytes: int) -> None:
+    needs = None
+
+    def ask_share(self, least: Size, choices: Sequence[Choice]) -> Share | None:
+        """See Engine. No job shares it."""
+        return None
+
+    def check_room(self, server_bytes: int, trainer_bytes: int) -> None:
         """See Engine."""
 
     def start_servers(self, count: int) -> tuple[str, ...]:

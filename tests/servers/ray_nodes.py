@@ -12,6 +12,7 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
+from command_line import wait_until
 from ray.cluster_utils import Cluster
 
 from foreload.trainer.run.engine_record import EngineRecord
@@ -108,5 +109,14 @@ def nodes_of(run: Path) -> dict[str, str]:
 
 
 def pid_of(run: Path, name: str) -> int:
-    """The id of the process that an actor runs: a trainer or a server."""
-    return int(ray.get(actors(run)[name].pid.remote()))
+    """The id of the process that an actor runs: a trainer or a server. An actor that has a place starts it a moment later."""
+    pids: list[int | None] = []
+
+    def known() -> bool:
+        pids.append(ray.get(actors(run)[name].pid.remote()))
+        return pids[-1] is not None
+
+    wait_until(known)
+    (pid,) = pids[-1:]
+    assert pid is not None
+    return pid

@@ -369,4 +369,4 @@ def test_a_trainer_whose_machine_is_lost_may_live_on_and_one_that_was_killed_may
     assert not trainers.end(0)
     assert trainers.end(1)
     twin.drain(twin.machines[2])
-    assert trainers.draining().trainers == {2}
+    assert trainers.engine.draining().trainers == {2}

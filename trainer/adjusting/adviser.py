@@ -144,8 +144,12 @@ class Adviser:
         if isinstance(action, Resize):
             self._action, self.trial = action, action.trial
 
+    def withdraw(self) -> None:
+        """Forget the action under way: it is given up for now, through no fault of its own."""
+        self._action = self.trial = None
+
     def reject(self, action: Action) -> None:
         """Note that an action could not be done, or did not lead where it should."""
         if isinstance(action, Resize):
             self.rejected |= {action.to if action.trial is None else action.trial.target}
-        self._action = self.trial = None
+        self.withdraw()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, predicted
+from foreload.trainer.adjusting.shares import Choice, Needs, Resources
 from foreload.trainer.adjusting.size import Size
 
 # The least share of the time to come that a change must be predicted to save.
@@ -159,6 +160,9 @@ class Situation:
         full_after: the step after which a store shard would be full. None if none would.
         slow_shard: a slow shard that can be moved now.
         slow_trainer: a slow trainer that can be replaced now.
+        needs: what trainers and servers take of a pool that the job shares with others. None if it
+            shares none.
+        granted: what it may use of that pool.
         shards_needed: how many shards have enough memory for the whole schedule.
         seconds_left: the time within which training is to end. None without a deadline.
     """
@@ -179,6 +183,12 @@ class Situation:
     seconds_left: float | None = None
     slow_shard: SlowShard | None = None
     slow_trainer: SlowTrainer | None = None
+    needs: Needs | None = None
+    granted: Resources = Resources()
+
+    def is_granted(self, size: Size) -> bool:
+        """Whether the job's share of the pool has room for a size."""
+        return self.needs is None or self.needs.of(size).fits(self.granted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +202,7 @@ class Resize:
             that is not its purpose.
         cost_seconds: what the trial is predicted to cost.
         reason: why, for a person to read.
+        for_memory: whether memory needs it, so that it is never undone.
     """
 
     to: Size
@@ -199,6 +210,7 @@ class Resize:
     gain_seconds: float | None
     cost_seconds: float
     reason: str
+    for_memory: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,14 +278,16 @@ def remembered(
 def decide(situation: Situation) -> Action | None:
     """Return the next action, or None.
 
-    A store that would be full comes first, then a slow shard, then a slow trainer, then a trial that
-    is half way, then a new one.
+    A store that would be full comes first, then a share of the pool that has become smaller, then a
+    slow shard, then a slow trainer, then a trial that is half way, then a new one.
     """
     now, trial = situation.now, situation.trial
     if situation.full_after is not None and now.shards < situation.most.shards:
         to = replace(now, shards=min(max(situation.shards_needed, now.shards + 1), situation.most.shards))
         cost = situation.costs.of(now, to)
-        return Resize(to, None, None, cost, f"a store shard would be full after step {situation.full_after:,}")
+        return Resize(to, None, None, cost, f"a store shard would be full after step {situation.full_after:,}", for_memory=True)
+    if not situation.is_granted(now) and (fewer := _within_share(situation)) is not None:
+        return fewer
     if situation.slow_shard is not None:
         slow = situation.slow_shard
         return MoveShard(slow.shard, f"its answers take {slow.times:.1f} x the median of the others'")
@@ -347,13 +361,51 @@ def _best(situation: Situation) -> Resize | None:
     return _step_towards(situation, Trial(now, best, situation.known[now], reason), saved - cost)
 
 
+def _within_share(situation: Situation) -> Resize | None:
+    """Return the first step to the fastest size for which the job's share of the pool has room."""
+    now, least, needs, granted = situation.now, situation.least, situation.needs, situation.granted
+    assert needs is not None
+    fewer = [
+        Size(trainers, shards)
+        for trainers in range(now.trainers, least.trainers - 1, -1)
+        for shards in range(now.shards, least.shards - 1, -1)
+        if needs.of(Size(trainers, shards)).fits(granted)
+    ]
+    target = min(fewer or [least], key=lambda size: _seconds(situation, size))
+    # Trainers leave at once, and rows take a while to move.
+    to = replace(now, trainers=target.trainers) if target.trainers < now.trainers else replace(now, shards=now.shards - 1)
+    if to.shards < least.shards:
+        return None
+    reason = f"the pool leaves {granted.cores:g} cores to this run, which uses {needs.of(now).cores:g}"
+    return Resize(to, None, None, situation.costs.of(now, to), reason)
+
+
+def choices(situation: Situation) -> tuple[Choice, ...]:
+    """Return what other sizes would bring, whatever the job's share is: those that no other beats in all respects.
+
+    Empty as long as nothing was measured, and where the job shares no pool.
+    """
+    needs = situation.needs
+    if needs is None or not situation.known or not situation.ahead.count:
+        return ()
+    sizes = _sizes(replace(situation, granted=Resources(float("inf"), float("inf"))))
+    every = sorted((Choice(needs.of(size), max(_seconds(situation, size), 1e-9)) for size in sizes), key=lambda one: one.seconds)
+    kept: list[Choice] = []
+    for one in reversed(every):
+        # The slowest come first. One that is hardly faster, or that takes no less than a faster one, is left out.
+        kept = [other for other in kept if not one.takes.fits(other.takes)]
+        if not any(other.takes.fits(one.takes) and other.seconds < _ALIKE * one.seconds for other in kept):
+            kept.append(one)
+    return tuple(kept)
+
+
 def _sizes(situation: Situation) -> Iterator[Size]:
     least, most, now = situation.least, situation.most, situation.now
     yield now
     for trainers in _numbers(least.trainers, most.trainers, now.trainers):
         for shards in _numbers(least.shards, most.shards, now.shards):
             size = Size(trainers, shards)
-            if size != now and size not in situation.rejected:
+            if size != now and size not in situation.rejected and situation.is_granted(size):
                 yield size
 
 
@@ -367,7 +419,8 @@ def _numbers(least: int, most: int, now: int) -> list[int]:
 
 def _is_allowed(situation: Situation, size: Size) -> bool:
     least, most = situation.least, situation.most
-    return least.trainers <= size.trainers <= most.trainers and least.shards <= size.shards <= most.shards
+    within = least.trainers <= size.trainers <= most.trainers and least.shards <= size.shards <= most.shards
+    return within and situation.is_granted(size)
 
 
 def _seconds(situation: Situation, size: Size) -> float:

@@ -437,7 +437,7 @@ class Launcher:
             manifest = restored_manifest(checkpoint, self._job, schedule, manifest, goes_on)
             with progress_bar(checkpoint.total_bytes, "B") as bar:
                 check_restorable(checkpoint, self._job, model, bar.update)
-        self._engine.check_room(self._server_bytes(schedule))
+        self._engine.check_room(self._server_bytes(schedule), trainer_bytes(self._job, schedule))
         if not count:
             # The servers must answer before anything is deleted.
             reach(urls, self._job.store_silence, self._job.patience.time)

@@ -1,6 +1,6 @@
-"""`foreload history`, `foreload plan` and `foreload report`.
+"""`foreload history`, `foreload plan`, `foreload pool` and `foreload report`.
 
-They list what runs took, predict what the next one will take, and draw pages about runs.
+They list what runs took, predict what the next one will take, show what jobs share, and draw pages about runs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import add_arguments, given
-from foreload.trainer.command_line.shared import a_path, add_json, add_plain, print_result
+from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, print_result
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Pool
 
@@ -69,7 +69,23 @@ def add_to(commands: Any) -> None:
     add_arguments(plan, TrainJob, _OF_THE_JOB)
     plan.add_argument("--job", metavar="FILE.toml", type=a_path("--job"), help="take settings of the training from this file")
     add_json(plan, "plan")
+    shared = add_plain(
+        add_group(commands, "pool", "show the jobs that share a Ray cluster"), "status", (_pool_status, "pool"), "show each job's share",
+        "Lists the jobs of `foreload train --engine ray --auto` on a Ray cluster: weight, and the cores that each needs at least, uses, may use now, "
+        "and is to have once others have given back what is too much.",
+    )  # fmt: skip
+    shared.add_argument(
+        "--ray-address", metavar="HOST:PORT", help="the cluster's head; by default RAY_ADDRESS, or the cluster of this machine"
+    )
+    add_json(shared, "shares")
     _add_report(commands)
+
+
+def _pool_status(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.commands import pool
+
+    shared = pool.run(parsed.ray_address)
+    return print_result(parsed, shared, shared.text())
 
 
 def _add_report(commands: Any) -> None:
@@ -122,6 +138,8 @@ def _plan(parsed: argparse.Namespace) -> int:
     budget = None if parsed.budget is None else _positive("--budget", parsed.budget)
     price = _positive("--gb-price", parsed.gb_price, zero=True)
     pool = Pool() if parsed.pool is None else Pool.parse("--pool", parsed.pool)
+    if pool.weight is not None:
+        raise SettingError("--pool: weight is for jobs that share a cluster; leave it out")
     from foreload.trainer.commands import plan
 
     plan.check_writable(parsed.plot)

@@ -108,8 +108,8 @@ def _check_auto(job: TrainJob) -> None:
         raise SettingError("--deadline and --budget: only one of them can be given; --deadline saves resources, --budget time")
     if job.deadline is not None and job.deadline.seconds is None:
         raise SettingError(f"--deadline: must be a time, such as 90s, 10m or 2h; got {job.deadline}")
-    if job.engine != "local" and (job.pool is None or job.pool.cores is None):
-        raise SettingError("--pool: must say how many cores of the cluster --auto may use, as in cores=16, with --engine ray")
+    if job.engine == "local" and job.pool is not None and job.pool.weight is not None:
+        raise SettingError("--pool: weight is for jobs that share a cluster; give --engine ray, or leave it out")
 
 
 def _check_engine(job: TrainJob) -> None:
@@ -366,8 +366,8 @@ class TrainJob:
         words={DRY_RUN: "only say what would be changed"},
     )  # fmt: skip
     pool: Pool | None = setting(
-        None, Pool.parse, "with --auto: the resources that it may use; by default this machine's, and 5 store shards or the "
-        "servers of --store and --spare", _WHERE, metavar="cores=N,memory=SIZE,stores=N", stated=False,
+        None, Pool.parse, "with --auto: the resources that it may use; by default this machine's, or the job's share of a Ray cluster by "
+        "its weight, and 5 store shards or the servers of --store and --spare", _WHERE, metavar="cores=N,memory=SIZE,stores=N,weight=W", stated=False,
     )  # fmt: skip
     deadline: Interval | None = setting(
         None, Interval.parse, "with --auto: use no more than what ends within this time of training, such as 90s, 10m or 2h", _WHERE, metavar="TIME",

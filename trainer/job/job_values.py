@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 
 from foreload.base.errors import SettingError
-from foreload.base.settings import Parse, choice, key_values, number, size_bytes, spelled, text
+from foreload.base.settings import Parse, choice, key_values, number, positive, size_bytes, spelled, text
 from foreload.cache.parity.placement import MOST_ROWS
 from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.samples.initial_values import InitialValues
@@ -143,18 +143,21 @@ class Pool:
 
     Attributes:
         stores: the most store shards.
+        weight: how much the job's speed counts beside that of others with which it shares a
+            cluster.
     """
 
     cores: int | None = None
     memory_bytes: int | None = None
     stores: int | None = None
+    weight: float | None = None
 
     @classmethod
     def parse(cls, flag: str, value: Any) -> Pool:
-        """Parse cores=N,memory=SIZE,stores=N, any of them. Raises SettingError."""
+        """Parse cores=N,memory=SIZE,stores=N,weight=W, any of them. Raises SettingError."""
         if isinstance(value, Pool):
             return value
-        pool: dict[str, int] = {}
+        pool: dict[str, Any] = {}
         for part in str(value).split(","):
             name, _, amount = part.partition("=")
             if name in pool:
@@ -163,14 +166,16 @@ class Pool:
                 pool[name] = size_bytes(f"{flag} memory", amount)
             elif name in ("cores", "stores") and re.fullmatch(r"[1-9]\d{0,3}", amount):
                 pool[name] = int(amount)
+            elif name == "weight":
+                pool[name] = positive(f"{flag} weight", amount)
             else:
                 raise SettingError(
-                    f"{flag}: must be cores=N, memory=SIZE and stores=N, any of them, separated by commas; got {part!r}"
+                    f"{flag}: must be cores=N, memory=SIZE, stores=N and weight=W, any of them, separated by commas; got {part!r}"
                 )
-        return cls(pool.get("cores"), pool.get("memory"), pool.get("stores"))
+        return cls(pool.get("cores"), pool.get("memory"), pool.get("stores"), pool.get("weight"))
 
     def __str__(self) -> str:
-        given = {"cores": self.cores, "memory": self.memory_bytes, "stores": self.stores}
+        given = {"cores": self.cores, "memory": self.memory_bytes, "stores": self.stores, "weight": self.weight}
         return ",".join(f"{name}={amount}" for name, amount in given.items() if amount is not None)
 
 

@@ -22,10 +22,12 @@ from foreload.trainer.adjusting.decision import (
     Situation,
     SlowShard,
     SlowTrainer,
+    choices,
     decide,
     slow_trainer,
 )
 from foreload.trainer.adjusting.prediction import Machine, Measured, Work, mean
+from foreload.trainer.adjusting.shares import Choice, Needs, Resources, Share
 from foreload.trainer.adjusting.size import Size
 from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.cluster.coordinator.background_work import in_background
@@ -34,6 +36,7 @@ from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
+from foreload.trainer.cluster.engines.engine import Engine
 from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused, ScaleBegun
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.job.job import TrainJob
@@ -125,8 +128,8 @@ class Adjustments:
         loads: The load of the store shards, by number, that each trainer has last reported.
     """
 
-    def __init__(self, call: TrainingCall, scaling: Scaling, moves: RowMigration, shards: StoreShards) -> None:
-        self._call, self._scaling, self._moves, self._shards = call, scaling, moves, shards
+    def __init__(self, call: TrainingCall, scaling: Scaling, moves: RowMigration, shards: StoreShards, engine: Engine) -> None:
+        self._call, self._scaling, self._moves, self._shards, self._engine = call, scaling, moves, shards, engine
         job = call.job
         self._pool = job.pool or Pool()
         self._on = bool(job.auto) and not under_scheduler()
@@ -138,6 +141,12 @@ class Adjustments:
         self._adviser = Adviser()
         self.counts = dict.fromkeys(("made", "paid", "unpaid"), 0) if self._on else {}
         self._least_shards = moves.placement.k + moves.placement.r if moves.placement.r else 1
+        self._needs: Needs | None = engine.needs if self._on else None
+        self._choices: tuple[Choice, ...] = ()  # what the pool was last told of other sizes
+        self._share: Share | None = None
+        if self._needs is not None and call.start.step < call.schedule.header.first_step:
+            # What a new run begins with is reserved, and stays.
+            self._least_shards = max(self._least_shards, len(moves.placement.live))
         self._advised: set[str] = set()  # what --auto=dry-run has said
         # The action under way, with the answer to its request.
         self._asked: tuple[Action, Future[Answer]] | None = None
@@ -172,21 +181,38 @@ class Adjustments:
 
     def _poll(self, members: Membership, is_training: bool, work: Work) -> None:
         self._see_answer()
+        now = Size(len(members.term.members), len(self._moves.placement.live))
+        if self._needs is not None:
+            self._share = self._engine.ask_share(self._least, self._choices)
+            self._heed_share(now)
         if not is_training or self._is_busy(members):
             self._window = _Window(warm_up_steps=_WARM_UP_STEPS)
             return
-        now = Size(len(members.term.members), len(self._moves.placement.live))
         memory = self._shards.memory
-        if memory is not None and memory.is_current and memory.stop_by is not None:
-            # What memory needs cannot wait, and needs no measurement.
-            urgent = decide(self._situation(work, now, memory.stop_by))
-            if urgent is not None:
+        full_after = memory.stop_by if memory is not None and memory.is_current else None
+        if full_after is not None or not self._is_granted(now):
+            # What memory or other jobs need cannot wait, and needs no measurement.
+            urgent = decide(self._situation(work, now, full_after))
+            if isinstance(urgent, Resize) and urgent.trial is None:
                 self._act(urgent, now)
                 return
         if self._window.is_warmed_up(members.term.members):
             self._begin_window()
         if self._window.is_over(members.term.members):
             self._look(work, now, members)
+
+    def _is_granted(self, size: Size) -> bool:
+        """Whether the share of the pool, as far as it is known, has room for a size."""
+        share = self._share
+        return self._needs is None or share is None or share.granted is None or self._needs.of(size).fits(share.granted)
+
+    def _heed_share(self, now: Size) -> None:
+        """Start no further trainers where the share has become too small for them: there may never be room."""
+        starting = self._scaling.starting
+        if starting and not self._is_granted(replace(now, trainers=now.trainers + starting)):
+            self._call.say(f"auto: stays at {now}: the pool has no room for {starting} more")
+            self._scaling.ask(AskScale(now.trainers))
+            self._adviser.withdraw()
 
     def _begin_window(self) -> None:
         self._window, self._loads_before = _Window(self._server_seconds()), dict(self.loads)
@@ -216,7 +242,9 @@ class Adjustments:
         if self._waits:
             seen = measured.rows * self._row_bytes / measured.seconds / now.shards
             self._bytes_per_second = max(self._bytes_per_second, seen)
-        advice = self._adviser.look(measured, replace(self._situation(work, now), slow_shard=slow_shard, slow_trainer=late))
+        situation = self._situation(work, now)
+        advice = self._adviser.look(measured, replace(situation, slow_shard=slow_shard, slow_trainer=late))
+        self._choices = choices(replace(situation, known=self._adviser.known, rejected=self._adviser.rejected))
         if advice.missed is not None:
             self._call.say(f"auto: there are {now} now, not {advice.missed}")
         if advice.judged is not None:
@@ -234,10 +262,10 @@ class Adjustments:
         )
 
     def _situation(self, work: Work, now: Size, full_after: int | None = None) -> Situation:
-        call, step = self._call, self._call.events.step
+        call, step, share = self._call, self._call.events.step, self._share
         job, lanes, placement, memory = call.job, call.schedule.header.lanes, self._moves.placement, self._shards.memory
         here = job.engine == "local"
-        of_pool = self._pool.cores or (cores() if here else 0)
+        of_pool = self._pool.cores or (cores() if here else lanes * job.threads)
         most = Size(max(min(lanes, of_pool // job.threads, self._most_by_memory), 1), most_shards(job, self._shards, now.shards))
         if full_after is None and self._shards.own is None and self._shards.protected:
             # One spare is left for a shard that is lost.
@@ -246,10 +274,10 @@ class Adjustments:
             most = now
         trained, deadline = self._call.clock() - self._since, None if job.deadline is None else job.deadline.seconds
         stored = work.rows_until(step) * self._row_bytes * (placement.k + placement.r) / placement.k
-        start = _START_SECONDS / of_pool if here else 0.0
+        start, least = _START_SECONDS / of_pool if here else 0.0, self._least
         return Situation(
             now=now,
-            least=Size(min(job.replicas_held, now.trainers), min(max(self._least_shards, 1), now.shards)),
+            least=Size(min(least.trainers, now.trainers), min(least.shards, now.shards)),
             most=most,
             machine=Machine(lanes, of_pool if here else None),
             ahead=work.ahead(step),
@@ -264,7 +292,15 @@ class Adjustments:
             seconds_left=None if deadline is None else deadline - trained,
             full_after=full_after,
             shards_needed=0 if memory is None else memory.shards_needed,
+            needs=None if share is None or share.granted is None else self._needs,
+            granted=Resources() if share is None or share.granted is None else share.granted,
         )
+
+    @property
+    def _least(self) -> Size:
+        """The smallest size that this run can have. Beside other jobs, what was reserved for it stays."""
+        job = self._call.job
+        return Size(job.replicas_held if self._needs is None else job.trainers, max(self._least_shards, 1))
 
     def _slow_shard(self) -> SlowShard | None:
         """Return a shard that was slow in the last window, if another server can take its place."""
@@ -328,7 +364,7 @@ class Adjustments:
             return
         self.counts["made"] += 1
         self._adviser.acts(action, self._call.clock() - self._since)
-        if isinstance(action, Resize) and trial is None:
+        if isinstance(action, Resize) and action.for_memory:
             # What memory needs is never given back.
             self._least_shards = to.shards
         self._asked = action, self._request(action, now)

@@ -115,7 +115,7 @@ class Coordinator:
         self.scaling = Scaling(call, self._start_joining, self._end_process)
         self._copies = LaneReplicas(call, term)
         self._run_requests = RunRequests(call, term.members, self._plan)
-        self._adjustments = Adjustments(call, self.scaling, self.moves, shards)
+        self._adjustments = Adjustments(call, self.scaling, self.moves, shards, trainers.engine)
         self._failures = Failures(call.guests)
         self.ended: dict[int, TrainerEnd] = {}
         self._training = False  # True once all trainers of the first term are ready
@@ -199,7 +199,7 @@ class Coordinator:
 
     def _heed_draining(self) -> None:
         """Have others take over what is on machines that are about to be taken away."""
-        draining = self._trainers.draining()
+        draining = self._trainers.engine.draining()
         for trainer in draining.trainers & {*self.members.term.members}:
             self.scaling.replace(trainer)
         self.moves.drain(draining.servers)

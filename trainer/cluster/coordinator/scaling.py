@@ -218,6 +218,11 @@ class Scaling:
             return ScaleProgress(progress.trainers, self._wanted, progress.starting, progress.lanes_to_move, False)
         return progress
 
+    @property
+    def starting(self) -> int:
+        """The number of trainers that are being started."""
+        return len(self._starting)
+
     def is_changing(self, members: Membership) -> bool:
         """Whether trainers start, or there are more or fewer than wanted."""
         return bool(self._starting) or len(members.term.members) != self._wanted

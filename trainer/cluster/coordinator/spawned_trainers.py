@@ -15,7 +15,7 @@ from pathlib import Path
 from foreload.base.job_token import given_token, new_token, write_token
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
 from foreload.trainer.cluster.ending import ended_how
-from foreload.trainer.cluster.engines.engine import Draining, Engine
+from foreload.trainer.cluster.engines.engine import Engine
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE, NotWanted, StartAgain, StartTrainer, program_version
 from foreload.trainer.cluster.processes.host_connections import HostConnections, HostedTrainer
 from foreload.trainer.cluster.processes.starting import OnHost, StartedProcess, TrainerStart, pause
@@ -165,7 +165,7 @@ class SpawnedTrainers:
         hosts: Hosts | None,
         wakes: int,
     ) -> None:
-        self._engine, self._urls, self._hosts = engine, urls, hosts
+        self.engine, self._urls, self._hosts = engine, urls, hosts
         self._held: tuple[int, ...] = () if lock is None else (lock,)
         self._processes: dict[int, StartedProcess] = {}
         self._place, self._wakes = ("", ""), wakes
@@ -190,7 +190,7 @@ class SpawnedTrainers:
         rendezvous, address = self._place
         on_host = None if self._hosts is None else self._hosts.on_host
         trainer_start = TrainerStart(trainer, rendezvous, address, tuple(self._urls()), os.getpid(), plan, on_host)
-        self._processes[trainer] = self._engine.start_trainer(trainer_start, self._held)
+        self._processes[trainer] = self.engine.start_trainer(trainer_start, self._held)
 
     def start_first(self, here: Sequence[int]) -> None:
         """Start the trainers with which training begins.
@@ -238,10 +238,6 @@ class SpawnedTrainers:
         """Return how the trainers that have ended did so."""
         statuses = {trainer: process.poll() for trainer, process in self._processes.items()}
         return {trainer: ended_how(status) for trainer, status in statuses.items() if status is not None}
-
-    def draining(self) -> Draining:
-        """Return the trainers and servers whose machines are about to be taken away."""
-        return self._engine.draining()
 
     def pause(self, at_most: timedelta, ended: Container[int]) -> None:
         """Pause until a trainer of this host ends, a request arrives, or the time is over.

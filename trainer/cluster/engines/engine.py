@@ -15,6 +15,8 @@ from typing import Protocol
 
 from foreload.base.errors import SettingError
 from foreload.cache.client.local import LocalStores
+from foreload.trainer.adjusting.shares import Choice, Needs, PoolState, Share
+from foreload.trainer.adjusting.size import Size
 from foreload.trainer.cluster.processes.rendezvous_host import ChildRendezvous, RendezvousHost
 from foreload.trainer.cluster.processes.starting import WORKER, ProcessStart, StartedProcess, StartProcess, TrainerStart
 from foreload.trainer.job.job import TrainJob
@@ -84,6 +86,18 @@ class Engine(Protocol):
             The URL of the new server, with its password, once it is there. None in all other cases.
         """
 
+    @property
+    def needs(self) -> Needs | None:
+        """What trainers and servers take of a pool that the job shares with others. None if it shares none."""
+
+    def ask_share(self, least: Size, choices: Sequence[Choice]) -> Share | None:
+        """Ask for a share of the pool, and return the job's share as last heard. It does not wait.
+
+        Args:
+            least: The smallest size that the job can have.
+            choices: As in `Bid`.
+        """
+
     # Before training begins, the launcher asks:
 
     def take(self) -> None:
@@ -93,11 +107,12 @@ class Engine(Protocol):
             RunError: Another call trains the run.
         """
 
-    def check_room(self, server_bytes: int) -> None:
+    def check_room(self, server_bytes: int, trainer_bytes: int) -> None:
         """Check that a new run can be placed at all, and its servers be reached.
 
         Args:
             server_bytes: The memory that a server takes for its rows; 0 if that is not known.
+            trainer_bytes: The memory of a trainer.
 
         Raises:
             SettingError: It cannot.
@@ -171,10 +186,16 @@ class LocalEngine:
             return url
         return None
 
+    needs = None
+
+    def ask_share(self, least: Size, choices: Sequence[Choice]) -> Share | None:
+        """See Engine."""
+        return None
+
     def take(self) -> None:
         """See Engine. Trainers hold the run's lock."""
 
-    def check_room(self, server_bytes: int) -> None:
+    def check_room(self, server_bytes: int, trainer_bytes: int) -> None:
         """See Engine."""
 
     def start_servers(self, count: int) -> tuple[str, ...]:
@@ -225,6 +246,22 @@ def ended(run: Path) -> Iterator[None]:
         return
     with _of_ray().ended(run, record):
         yield
+
+
+def pool_state(address: str | None) -> PoolState | None:
+    """Return the jobs that share a Ray cluster. None if no job has shared it yet.
+
+    Args:
+        address: As --ray-address.
+
+    Raises:
+        SettingError: The cluster cannot be reached, or Ray is not installed.
+    """
+    ray_engine = _of_ray()
+    from foreload.trainer.cluster.engines import ray_pool
+
+    with ray_engine.connected(address):
+        return ray_pool.state()
 
 
 def _of_ray() -> ModuleType:

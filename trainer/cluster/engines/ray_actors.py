@@ -208,6 +208,11 @@ class Keeper:
                 self._close()
                 self._call, self._driver_died = "", False
 
+    def await_end(self, call: str) -> None:
+        """Wait until a call no longer has the lease."""
+        while self._call == call:
+            time.sleep(_LOOK.total_seconds())
+
     def open_rendezvous(self) -> str:
         """Start a rendezvous host, and return its address once it listens."""
         with self._lock:

@@ -28,6 +28,8 @@ from foreload.base.errors import SettingError
 from foreload.base.job_token import new_token, write_token
 from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreError
+from foreload.trainer.adjusting.shares import Bid, Choice, Needs, Resources, Share
+from foreload.trainer.adjusting.size import Size
 from foreload.trainer.cluster.engines.engine import Draining
 from foreload.trainer.cluster.engines.ray_actors import (
     KEEPER,
@@ -55,6 +57,7 @@ from foreload.trainer.cluster.engines.ray_places import (
     check_fits,
     wanted,
 )
+from foreload.trainer.cluster.engines.ray_pool import NAMESPACE, PoolClient, PoolMember
 from foreload.trainer.cluster.processes.joining_host import report
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import TrainerStart
@@ -66,10 +69,14 @@ from foreload.trainer.run.engine_record import EngineRecord, keep_password, new_
 from foreload.trainer.run.shard_change import ENGINE
 from foreload.trainer.saved.migration import OwnServers
 
-_NAMESPACE = "foreload"  # of all drivers; a run's actors have one of their own
 _CONNECT = timedelta(seconds=10)  # for reaching the cluster's head
 _ADD_PATIENCE = timedelta(seconds=45)  # how long a further server may take to be there
 _SERVER_BYTES = 100 << 20  # of a server's actor and process, without rows
+
+
+def _taken(options: Mapping[str, Any]) -> Resources:
+    """Return what an actor takes."""
+    return Resources(options["num_cpus"], options.get("memory", 0))
 
 
 def _not_reached(address: str, why: str) -> SettingError:
@@ -104,7 +111,7 @@ def connected(address: str | None) -> Iterator[None]:
     handler = signal.getsignal(signal.SIGTERM)
     try:
         # A placement group is found by its name in the same namespace alone.
-        ray.init(address=address or "auto", namespace=_NAMESPACE, log_to_driver=True, logging_level=logging.WARNING)
+        ray.init(address=address or "auto", namespace=NAMESPACE, log_to_driver=True, logging_level=logging.WARNING)
     except (ConnectionError, ValueError, RuntimeError) as error:
         why = str(error).splitlines()[0]
         raise _not_reached(address or "auto", f"{why}; if the cluster wants a token, set RAY_AUTH_MODE=token") from error
@@ -193,6 +200,8 @@ class RayEngine:
         self._spares: list[RayServer] = []
         self._changing = threading.Lock()  # held while servers change during training
         self._drained: frozenset[str] = frozenset()  # nodes
+        self._trainers: list[RayTrainer] = []
+        self._pool: PoolClient | None = None  # once the job takes part
         self._looked_at = 0.0
 
     # What the launcher asks, before training begins.
@@ -230,9 +239,9 @@ class RayEngine:
                 report(f"run {self._run}: the driver that trained it has died; waiting until its trainers have stopped")
             time.sleep(PLACE_INTERVAL.total_seconds())
 
-    def check_room(self, server_bytes: int) -> None:
+    def check_room(self, server_bytes: int, trainer_bytes: int) -> None:
         """See Engine."""
-        self._server_options["memory"] = _SERVER_BYTES + server_bytes
+        self._server_options["memory"], self._trainer_options["memory"] = _SERVER_BYTES + server_bytes, trainer_bytes
         if self._job.store.engine:
             check_fits("--store", self._server_options)
         else:
@@ -259,6 +268,7 @@ class RayEngine:
             _end_all(self._record, self._keeper)
         keep_password(self._run, new_password())
         self._begin_record()
+        self._await_share(Size(self._job.trainers, count))
         self._server_places = self._reserved(SERVERS_PLACE, self._server_options, count + self._job.spare_servers, "--store")
         started = [self._new_server(shard) for shard in range(count)]
         self._await_up(started)
@@ -311,6 +321,7 @@ class RayEngine:
         assert self._record is not None
         write_token(self._run / TOKEN, new_token())
         self._trainer_options["memory"] = trainer_bytes
+        self._await_share(Size(self._job.trainers, len(self._servers)))
         free_place(self._record, TRAINERS_PLACE)
         self._trainer_places = self._reserved(TRAINERS_PLACE, self._trainer_options, self._job.trainers, "--trainers")
         nodes = placement_group_table(self._trainer_places.group)["bundles_to_node_id"]
@@ -347,6 +358,39 @@ class RayEngine:
     def own_servers(self) -> OwnServers | None:
         """See Engine."""
         return self if self._servers else None
+
+    @property
+    def needs(self) -> Needs | None:
+        """See Engine. Of the servers, only those count that the engine has started."""
+        if self._job.auto is not True:
+            return None
+        has_servers = bool(self._servers or self._job.store.engine)
+        server = _taken(self._server_options) if has_servers else Resources()
+        return Needs(_taken(self._trainer_options), server, server.times(self._job.spare_servers))
+
+    def ask_share(self, least: Size, choices: Sequence[Choice]) -> Share | None:
+        """See Engine."""
+        return None if self._pool is None else self._pool.ask(self._bid(least, choices))
+
+    def _bid(self, least: Size, choices: Sequence[Choice]) -> Bid:
+        assert self.needs is not None
+        self._trainers = [trainer for trainer in self._trainers if not trainer.is_over]
+        reserved = 0 if self._trainer_places.group is None else self._job.trainers
+        count = len(self._servers) + len(self._coming)
+        if self._server_places.group is not None:
+            # So many were reserved, at the start of the run.
+            count = max(count, least.shards)
+        uses = Size(max(len(self._trainers), reserved), count)
+        weight = 1.0 if self._job.pool is None or self._job.pool.weight is None else self._job.pool.weight
+        takes = self.needs.of(uses) if uses.trainers or uses.shards else Resources()
+        return Bid(weight, self.needs.of(least), takes, tuple(choices))
+
+    def _await_share(self, least: Size) -> None:
+        """Take part in the pool, unless that was done. Waits until the job may begin."""
+        if self.needs is not None and self._pool is None:
+            assert self._record is not None
+            self._pool = PoolClient(PoolMember(str(self._run), self._record.namespace, self._call))
+            self._pool.await_share(self._bid(least, ()))
 
     def draining(self) -> Draining:
         """See Engine. Ray has been asked to drain these nodes, as before a spot machine is taken away."""
@@ -401,7 +445,9 @@ class RayEngine:
             )
 
         what, name = f"trainer {start.trainer}", f"{TRAINER}-{start.trainer}"
-        return RayTrainer(self._actor(what, name, TrainerActor, self._trainer_options, self._trainer_places), begin)
+        actor = self._actor(what, name, TrainerActor, self._trainer_options, self._trainer_places)
+        self._trainers.append(RayTrainer(actor, begin))
+        return self._trainers[-1]
 
     def new_server(self, shard: int, url: str, may_start: Callable[[int], bool]) -> str | None:
         """See Engine. It is a spare, or one that is started on another node."""

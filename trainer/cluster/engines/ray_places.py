@@ -177,6 +177,11 @@ class RayTrainer:
         """Id of the actor's process on its node; 0 while it has no place."""
         return 0 if self._actor.placed is None else self._actor.placed.pid
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the trainer is known to have ended, so that its place is free."""
+        return self._status is not None
+
     def poll(self) -> int | None:
         """Return the trainer's exit status, HOST_GONE if its node or actor is gone, or None."""
         if self._status is None:

@@ -33,10 +33,18 @@ BEST = "the best fixed size"
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A run. seconds: from the first step to the last; later: the same from the first quarter's end on; adjusted: changes that --auto made."""
+    """A run.
+
+    Attributes:
+        seconds: from the first step to the last.
+        later: the same from the first quarter's end on.
+        longest: the longest step in that time.
+        adjusted: the changes that --auto made.
+    """
 
     seconds: float
     later: float
+    longest: float
     digest: str
     adjusted: int
 
@@ -66,7 +74,13 @@ class Runs:
         self.steps = int(Schedule(schedule).manifest["counts"]["training_steps"])
 
     def run(
-        self, name: str, trainers: int, shards: int, *further: str, at_step: tuple[int, Callable[[], None]] | None = None
+        self,
+        name: str,
+        trainers: int,
+        shards: int,
+        *further: str,
+        parity: str = "off",
+        at_step: tuple[int, Callable[[], None]] | None = None,
     ) -> Ran:
         """Train from the beginning to the end.
 
@@ -81,7 +95,7 @@ class Runs:
             "--store",
             ",".join(self.links.urls[:shards]),
             "--parity",
-            "off",
+            parity,
             "--trainers",
             str(trainers),
             "--history",
@@ -95,9 +109,10 @@ class Runs:
             raise SystemExit((self.folder / f"{name}.log").read_text()[-2000:])
         summary = json.loads((run / "summary.json").read_text())
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-        return Ran(
-            times[-1] - times[0], times[-1] - times[1], summary["digest"], sum(event["kind"] == "adjusted" for event in events)
-        )
+        steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        longest = max(of["ms"] for of in steps if of["kind"] == "step" and of["step"] >= self.steps // 4) / 1000
+        adjusted = sum(event["kind"] == "adjusted" for event in events)
+        return Ran(times[-1] - times[0], times[-1] - times[1], longest, summary["digest"], adjusted)
 
     def _times(
         self, process: subprocess.Popen[bytes], metrics: Path, at_step: tuple[int, Callable[[], None]] | None

@@ -25,6 +25,7 @@ from foreload.trainer.commands.lost_trainer import LostTrainer
 from foreload.trainer.commands.scale_drill import Change, account_changes
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import DRILL, SUMMARY, Run
+from foreload.trainer.run.event_log import read_events
 
 STEPS = 80
 LAST = STEPS - 1
@@ -228,12 +229,18 @@ def test_what_trainers_cannot_be_drilled_is_refused_in_one_line_before_anything_
     assert not (tmp_path / "run").exists()
 
 
+FORM = "--to: must be a number of trainers, and then more of them, numbers of store shards as 4s, or shards that move as move-0, separated by"
+
+
 @pytest.mark.parametrize(
     ("further", "message"),
     [
-        (["--to", "1"], "--to: must be at least two numbers of trainers, such as 1,2,1; got 1"),
-        (["--to", "1,0"], "--to: must be at least two numbers of trainers, such as 1,2,1; got 1,0"),
-        (["--to", "1,x"], "--to: must be numbers of trainers, separated by commas, such as 1,2,1; got 1,x"),
+        (["--to", "1"], f"{FORM} commas; got 1"),
+        (["--to", "1,0"], "--to: must be numbers of at least 1; got 1,0"),
+        (["--to", "1,0s"], "--to: must be numbers of at least 1; got 1,0s"),
+        (["--to", "1,x"], f"{FORM} commas; got 1,x"),
+        (["--to", "3s,1"], f"{FORM} commas; got 3s,1"),
+        (["--to", "1,move"], f"{FORM} commas; got 1,move"),
         (["--to", "1,3"], "--to: must be at most the schedule's lanes, 2; got 3; prepare with more --lanes"),
         (["--to", "1,2", "--trainers", "2"], "--trainers: must be the first number of --to, 1; got 2; leave it out"),
         (["--to", "1,2", "--follow"], "--follow: cannot be given to a drill"),
@@ -253,8 +260,9 @@ def test_changes_of_the_number_of_trainers_are_accounted_for() -> None:
     timeline = steady(40)
     begin = float(timeline.ended[0] - timeline.took[0])
     took = float(timeline.took[0])
-    changes = [Change(1, 2, 9, begin + 10 * took, begin + 15.5 * took), Change(2, 1, 29)]
-    before, after = account_changes(timeline, changes)["changes"]
+    changes = [Change("2", 2, 9, begin + 10 * took, begin + 15.5 * took), Change("1", 1, 29)]
+    before, after = account_changes(timeline, 1, changes)["changes"]
+    assert (before["change"], after["change"]) == ("1 trainer", "2 trainers")
     assert (before["trainers"], after["trainers"], after["step"]) == (1, 2, 9)
     assert after["asked_at_seconds"] == pytest.approx(10 * took)
     assert after["seconds_until_done"] == pytest.approx(5.5 * took)
@@ -292,6 +300,22 @@ def test_trainers_join_and_leave_in_a_drill_and_the_model_is_that_of_an_undistur
     assert all(entry["longest_gap_seconds"] <= entry["seconds_until_done"] for entry in figures[1:])
     check_picture(run / DRILL)
     assert "the model is that of an undisturbed run" in capsys.readouterr().out
+
+
+@pytest.mark.full
+def test_store_shards_come_move_and_go_in_a_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    clicks = synthetic_schedule(tmp_path, 8000 * 16, further="--batch-size 16")
+    run = tmp_path / "run"
+    assert main(["drill", "scale", str(clicks), "--run", str(run), *SMALL, "--to", "1,2,5s,move-0,3s", "--check"]) == 0
+    figures = summary(run)["drill"]["changes"]
+    changes = ["1 trainer", "2 trainers", "5 store shards", "shard 0 moves", "3 store shards"]
+    assert [entry["change"] for entry in figures] == changes
+    assert [event["kind"] for event in read_events(run)].count("rows-moved") == 4
+    out = capsys.readouterr().out
+    assert all(f"{change}: " in out for change in changes)
+    assert "the model is that of an undisturbed run" in out
+    assert main(["drill", "scale", str(clicks), "--run", str(run), *SMALL, "--overwrite", "--to", "1,2s", "--digest"]) == 2
+    assert "2 store shards: " in capsys.readouterr().err
 
 
 def test_step_and_shard_follow_from_the_seed(schedule: Path, tmp_path: Path) -> None:

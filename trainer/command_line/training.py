@@ -152,16 +152,18 @@ def _add_drill(drills: Any) -> None:
 
 def _add_drill_scale(drills: Any) -> None:
     scale = add_plain(
-        drills, "scale", (_drill_scale, "scale_drill"), "train with more and fewer trainers, and measure what each change costs",
-        "Trains while trainers join and leave. Reports the longest gap between steps during each change and the throughput after it, "
-        "and draws them in RUN/drill.png. Without SCHEDULE, it generates synthetic clicks. By default, --run is drill and --store is local:3.",
+        drills, "scale", (_drill_scale, "scale_drill"), "train with more and fewer trainers and store shards, and measure what each change costs",
+        "Trains while trainers join and leave, and store shards are added, moved and removed. Reports the longest gap between steps during each "
+        "change and the throughput after it, and draws them in RUN/drill.png. Without SCHEDULE, it generates synthetic clicks. By default, --run is "
+        "drill and --store is local:3.",
     )  # fmt: skip
     group = scale.add_argument_group("the drill")
     group.add_argument(
         "--to",
         default="1,2,4,2,1",
-        metavar="N,N,...",
-        help="numbers of trainers in turn; training begins with the first (default 1,2,4,2,1)",
+        metavar="N,N|Ns|move-N,...",
+        help="numbers of trainers in turn, of which training begins with the first, numbers of local store shards, as 4s, and shards that move to "
+        "another server, as move-0 (default 1,2,4,2,1)",
     )
     _add_check(group)
     _add_settings(scale)

@@ -1,4 +1,4 @@
-"""`foreload drill scale`: train with more and fewer trainers in turn."""
+"""`foreload drill scale`: train while trainers and store shards come and go."""
 
 from __future__ import annotations
 
@@ -8,70 +8,85 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
+from foreload.cache.protocol.shards.shard_status import REMOVED
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ask
+from foreload.trainer.cluster.messages.control import AskMove, AskScale, AskScaled, AskStatus, Refused, ask
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.drill import Drill, Picture, finite, milliseconds
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.event_log import RowsMoved, read_events
 from foreload.trainer.run.timeline import Timeline
 
 if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
 _PAUSE = timedelta(milliseconds=50)  # between two polls of a change's progress
+_FORM = re.compile(r"\d{1,4}(?:,(?:\d{1,4}|\d{1,3}s|move-\d{1,3}))+")
+_LOCAL = "local"  # one more server of the run's own
 
 
 @dataclass(slots=True)
 class Change:
-    """A change of the number of trainers.
+    """A change of the number of trainers, or of the store shards.
 
     Times are seconds of time.monotonic(), and None until the event happens.
 
     Attributes:
-        before: the number of trainers before the change.
-        after: the number of trainers after the change.
+        word: the change, as --to has it.
+        trainers: the number of trainers from then on.
         step: the step after which the drill asks for the change.
         asked: when the drill asked for the change.
         done: when the change was done.
         failed: why the change failed.
     """
 
-    before: int
-    after: int
+    word: str
+    trainers: int
     step: int
     asked: float | None = None
     done: float | None = None
     failed: str | None = None
 
+    @property
+    def text(self) -> str:
+        """The change in words."""
+        if self.word.startswith("move-"):
+            return f"shard {self.word.removeprefix('move-')} moves"
+        count, of = (self.word[:-1], "store shard") if self.word.endswith("s") else (self.word, "trainer")
+        return f"{count} {of}{'s' * (count != '1')}"
+
 
 class ScaleDrill(Drill):
-    """A drill that changes the number of trainers.
+    """A drill that changes the numbers of trainers and of store shards, and moves shards.
 
     It asks for each change when the change's step has ended and the change before is done. One
     thread asks for all changes.
 
     Args:
-        numbers: the numbers of trainers in turn, from the start of training on, such as "1,2,1".
+        changes: the number of trainers from the start of training on, and then what changes: that
+            number, or, as 4s, the number of store shards, or, as move-0, the server of a shard.
     """
 
     synthetic_lanes = 4
 
-    def __init__(self, job: TrainJob, numbers: str) -> None:
-        if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", numbers):
-            raise SettingError(f"--to: must be numbers of trainers, separated by commas, such as 1,2,1; got {numbers}")
-        self._numbers = [int(number) for number in numbers.split(",")]
-        if len(self._numbers) < 2 or min(self._numbers) < 1:
-            raise SettingError(f"--to: must be at least two numbers of trainers, such as 1,2,1; got {numbers}")
-        if job.trainers not in (1, self._numbers[0]):
+    def __init__(self, job: TrainJob, changes: str) -> None:
+        if not _FORM.fullmatch(changes):
             raise SettingError(
-                f"--trainers: must be the first number of --to, {self._numbers[0]}; got {job.trainers}; leave it out"
+                f"--to: must be a number of trainers, and then more of them, numbers of store shards as 4s, or shards that move as move-0, "
+                f"separated by commas; got {changes}"
             )
+        first, *self._words = changes.split(",")
+        numbers = [int(word) for word in (first, *self._words) if word.isdigit()]
+        if min(numbers) < 1 or "0s" in self._words:
+            raise SettingError(f"--to: must be numbers of at least 1; got {changes}")
+        self._first, self._most = numbers[0], max(numbers)
+        if job.trainers not in (1, self._first):
+            raise SettingError(f"--trainers: must be the first number of --to, {self._first}; got {job.trainers}; leave it out")
         super().__init__(job)
         self._changes: list[Change] = []
         self._last = -1
@@ -81,15 +96,17 @@ class ScaleDrill(Drill):
 
     def begin(self, schedule: Schedule) -> None:
         """Spread the changes over the schedule, and start the thread that asks for them."""
-        header, numbers = schedule.header, self._numbers
-        if max(numbers) > header.lanes:
+        header = schedule.header
+        if self._most > header.lanes:
             raise SettingError(
-                f"--to: must be at most the schedule's lanes, {header.lanes}; got {max(numbers)}; prepare with more --lanes"
+                f"--to: must be at most the schedule's lanes, {header.lanes}; got {self._most}; prepare with more --lanes"
             )
-        self.job = replace(self.job, trainers=numbers[0])
-        apart = (header.end_step - header.first_step) // len(numbers)
-        pairs = pairwise(numbers)
-        self._changes = [Change(*pair, header.first_step + apart * (place + 1) - 1) for place, pair in enumerate(pairs)]
+        self.job = replace(self.job, trainers=self._first)
+        apart = (header.end_step - header.first_step) // (len(self._words) + 1)
+        trainers = self._first
+        for place, word in enumerate(self._words):
+            trainers = int(word) if word.isdigit() else trainers
+            self._changes.append(Change(word, trainers, header.first_step + apart * (place + 1) - 1))
         self._thread.start()
 
     def on_event(self, trainer: int, event: TrainerEvent) -> None:
@@ -134,8 +151,10 @@ class ScaleDrill(Drill):
             RunError: the launcher does not answer in time.
             MessageError: its answer is malformed.
         """
+        if not change.word.isdigit():
+            return self._change_shards(change.word)
         run = Path(self.job.run)
-        begun = ask(run, AskScale(change.after))
+        begun = ask(run, AskScale(change.trainers))
         if begun is None or isinstance(begun, Refused):
             return "training had ended" if begun is None else begun.error
         while True:
@@ -146,35 +165,64 @@ class ScaleDrill(Drill):
                 return progress.failed
             time.sleep(_PAUSE.total_seconds())
 
+    def _change_shards(self, word: str) -> str | None:
+        """Move a shard, or add or remove shards, one after the other, and wait; as `_failure`."""
+        run = Path(self.job.run)
+        while True:
+            status = ask(run, AskStatus())
+            if status is None or isinstance(status, Refused):
+                return "training had ended"
+            live = [shard for shard, one in enumerate(status.shards.shards) if one.state != REMOVED]
+            if word.startswith("move-"):
+                request = AskMove("move", word.removeprefix("move-"), (_LOCAL,))
+            elif (further := int(word[:-1]) - len(live)) > 0:
+                request = AskMove("add", "", (_LOCAL,) * further)
+            elif further < 0:
+                request = AskMove("remove", str(live[-1]), ())
+            else:
+                return None
+            moved = self._moved
+            begun = ask(run, request)
+            if begun is None or isinstance(begun, Refused):
+                return "training had ended" if begun is None else begun.error
+            while self._moved == moved:
+                if self._over:
+                    return "training had ended"
+                time.sleep(_PAUSE.total_seconds())
+            if word.startswith("move-"):
+                return None
+
+    @property
+    def _moved(self) -> int:
+        """How often rows have moved."""
+        return sum(event.get("kind") == RowsMoved.kind for event in read_events(Path(self.job.run)))
+
     def not_done(self, ending: Ending) -> str | None:
         """Return the first change that was not done, with the reason, or None."""
         for change in self._changes:
             if change.done is None:
                 why = change.failed or f"training stopped {after_step(ending.step)}, before this change"
-                return f"{change.before} -> {change.after} trainers: {why}; a longer schedule leaves more time"
+                return f"{change.text}: {why}; a longer schedule leaves more time"
         return None
 
     def figures(self, ending: Ending) -> dict[str, Any]:
         """Return the effect of each change."""
-        return account_changes(self.steps.timeline, self._changes)
+        return account_changes(self.steps.timeline, self._first, self._changes)
 
     def picture(self, figures: Mapping[str, Any]) -> Picture:
         """Return when each change was asked for, and how long it took."""
-        asked = [
-            (f"{change.before} -> {change.after} trainers", change.asked) for change in self._changes if change.asked is not None
-        ]
+        asked = [(change.text, change.asked) for change in self._changes if change.asked is not None]
         spans = [(one.asked, one.done) for one in self._changes if one.asked is not None and one.done is not None]
         gaps = [entry["longest_gap_seconds"] for entry in figures["changes"] if entry.get("longest_gap_seconds") is not None]
-        numbers = ", ".join(str(entry["trainers"]) for entry in figures["changes"])
-        return Picture(f"Trainers {numbers}: longest gap {milliseconds(max(gaps, default=None))}", asked, spans)
+        changes = ", ".join(entry["change"] for entry in figures["changes"])
+        return Picture(f"{changes}: longest gap {milliseconds(max(gaps, default=None))}", asked, spans)
 
     def lines(self, figures: Mapping[str, Any]) -> list[str]:
-        """Return a line for each number of trainers."""
+        """Return a line for the time before any change, and for each change."""
         lines = []
         for entry in figures["changes"]:
             rate = "-" if entry["samples_per_second"] is None else f"{entry['samples_per_second']:,.0f} samples a second"
-            trainers = f"{entry['trainers']} trainer{'s' if entry['trainers'] > 1 else ''}"
-            line = f"{trainers}: {rate}, median step {milliseconds(entry['median_step_seconds'])}"
+            line = f"{entry['change']}: {rate}, median step {milliseconds(entry['median_step_seconds'])}"
             if "step" in entry:
                 line += (
                     f"; asked for after step {entry['step']}, done after {entry['seconds_until_done']:.2f} s, longest gap between steps meanwhile "
@@ -184,8 +232,11 @@ class ScaleDrill(Drill):
         return lines
 
 
-def account_changes(timeline: Timeline, changes: Sequence[Change]) -> dict[str, Any]:
+def account_changes(timeline: Timeline, first: int, changes: Sequence[Change]) -> dict[str, Any]:
     """Measure the effect of each change. A figure that cannot be measured is None.
+
+    Args:
+        first: the number of trainers before any change.
 
     The first entry is for the time before any change. Each other entry is for a change that was
     done. `longest_gap_seconds` is the longest gap between two steps from the request until the
@@ -199,7 +250,8 @@ def account_changes(timeline: Timeline, changes: Sequence[Change]) -> dict[str, 
     since = begin
     for change, following in zip([None, *done], [*done, None], strict=True):
         until = end if following is None or following.asked is None else following.asked
-        entry: dict[str, Any] = {"trainers": changes[0].before if change is None else change.after}
+        begins = Change(str(first), first, 0)
+        entry: dict[str, Any] = {"change": (change or begins).text, "trainers": (change or begins).trainers}
         if change is not None:
             assert change.asked is not None
             assert change.done is not None

@@ -101,7 +101,8 @@ class Pool:
         return cluster.less(others)
 
 
-def _pool() -> Any:
+def pool_actor() -> Any:
+    """Return the pool of the connected cluster, which is started if there is none."""
     kind: Any = ray.remote(Pool)
     return kind.options(name=_NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0).remote()
 
@@ -135,7 +136,7 @@ class PoolClient:
             self._asked = None
         if self._asked is None and time.monotonic() - self._asked_at >= _INTERVAL.total_seconds():
             self._asked_at = time.monotonic()
-            self._pool = self._pool or _pool()
+            self._pool = self._pool or pool_actor()
             self._asked = self._pool.bid.remote(self._member, bid)
         return self._share
 

@@ -26,9 +26,10 @@ from bench_auto import TRAIN, command
 from comparison import Cell, Claim, Results, Table, arguments, save, tell
 from foreload.trainer.cluster.engines.ray_pool import state
 
-CORES, LANES, BATCH, SLOTS = 12, 24, 128, 2000
-STEPS, QUICK_STEPS = 500, 100
-SECONDS_A_SAMPLE = 0.004
+CORES, LANES, BATCH, SLOTS = 12, 12, 120, 2000
+STEPS, QUICK_STEPS = 250, 60
+SECONDS_A_SAMPLE = 0.008
+LEAST = 2  # cores of a job with one trainer and one server
 WEIGHTS = (2, 1, 1)
 APART = 40.0  # seconds between two arrivals
 SHARED, FIXED, AFTER, KILLED = "shared by --auto", "equal fixed shares", "one after the other", "shared, the second one is killed"
@@ -61,8 +62,8 @@ class Seen:
         return sum(uses for uses, _ in self.cores.values())
 
     def shows(self, jobs: int) -> bool:
-        """Whether so many jobs have what they are to have, and use nearly all cores."""
-        return len(self.cores) == jobs and self.is_settled and self.used >= CORES - 1
+        """Whether so many jobs have what they are to have, and each more than it begins with."""
+        return len(self.cores) == jobs and self.is_settled and min(uses for uses, _ in self.cores.values()) > LEAST
 
 
 @dataclass(slots=True)
@@ -150,7 +151,7 @@ class Jobs:
             ran.seen.append(self.look())
             if kills in jobs and sum(seen.shows(len(names)) for seen in ran.seen) > 5:
                 jobs[kills].kill()
-            if kills in ends and ran.seen[-1].shows(len(jobs)):
+            if kills in ends and taken_over(ran, str(kills)) < float("inf"):
                 return self.kill(ran, names, jobs)
             for name, job in list(jobs.items()):
                 if job.poll() is not None:
@@ -191,10 +192,11 @@ class Jobs:
 
 
 def taken_over(ran: Ran, killed: str) -> float:
-    """The seconds from the moment when the pool no longer knows a killed job until the others have what they are to have, and use its part."""
-    last = max(one.at for one in ran.seen if killed in one.cores)
-    after = [one for one in ran.seen if one.at > last and len(one.cores) == len(WEIGHTS) - 1]
-    return next((one.at - after[0].at for one in after if one.shows(len(WEIGHTS) - 1)), float("inf"))
+    """The seconds from the moment when the pool no longer knows a killed job until the others use more, and have what they are to have."""
+    last = max((one for one in ran.seen if killed in one.cores), key=lambda one: one.at)
+    others = last.used - last.cores[killed][0]
+    after = [one for one in ran.seen if one.at > last.at]
+    return next((one.at - after[0].at for one in after if one.is_settled and one.used > others), float("inf"))
 
 
 def measure(given: argparse.Namespace, jobs: Jobs) -> None:

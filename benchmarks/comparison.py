@@ -59,6 +59,7 @@ MINUTES = {
     "profiling": (4.0, 1.0),
     "plan": (15.0, 4.0),
     "auto": (20.0, 6.0),
+    "warm_start": (30.0, 3.0),
     "aftercare": (10.0, 4.0),
     "pool": (15.0, 6.0),
     "clusters": (15.0, 3.0),

@@ -42,9 +42,11 @@ def adjusted(run: Path) -> list[tuple[int, int, bool]]:
     return [(one["trainers"], one["shards"], one["dry_run"]) for one in read_events(run) if one["kind"] == "adjusted"]
 
 
-@pytest.mark.parametrize("shards", [1, 3])
-def test_a_shard_is_added_before_one_is_full(shards: int, tmp_path: Path) -> None:
-    schedule = synthetic_schedule(tmp_path, 20_000, further="--batch-size 32")
+@pytest.mark.parametrize(
+    ("shards", "seed"), [(1, 0), (3, 0), *(pytest.param(1, seed, marks=pytest.mark.full) for seed in range(1, 10))]
+)
+def test_a_shard_is_added_before_one_is_full(shards: int, seed: int, tmp_path: Path) -> None:
+    schedule = synthetic_schedule(tmp_path, 20_000, further=f"--batch-size 32 --seed {seed}")
     undisturbed = summary(train_undisturbed(schedule, tmp_path))["digest"]
     limit = {1: "5500kb", 3: "4700kb"}[shards]
     with LocalStores(shards + 2, tmp_path / "stores", settings={"maxmemory": limit}) as stores:

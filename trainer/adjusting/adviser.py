@@ -27,6 +27,8 @@ from foreload.trainer.adjusting.size import Size
 
 AGREED = 2
 """So many windows in a row must want a change that saves time before it is made."""
+PLAIN_GAIN = 0.5
+"""A change that saves this share of the time to come is made after one window: the sooner, the fewer rows are to be moved."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ class Adviser:
         if action is None:
             # A change that is half way, and cannot go on, is never judged.
             self.trial, self._wanted = None, (None, 0)
-        elif not self._is_agreed(action):
+        elif not self._is_agreed(action, measured.seconds * seen.ahead.count):
             action = None
         else:
             self._wanted = (None, 0)
@@ -129,9 +131,15 @@ class Adviser:
         self.spent_seconds += 2 * situation.costs.of(trial.origin, trial.target) + longer
         return undone(situation, trial, verdict)
 
-    def _is_agreed(self, action: Action) -> bool:
-        """Whether enough windows in a row wanted this. What goes on, or cannot wait, is agreed at once."""
+    def _is_agreed(self, action: Action, left: float) -> bool:
+        """Whether enough windows in a row wanted this. What goes on, cannot wait, or plainly pays, is agreed at once.
+
+        Args:
+            left: the seconds to come, if nothing changes.
+        """
         if isinstance(action, Resize) and (action.gain_seconds is None or action.trial is None or action.trial.goes_on):
+            return True
+        if isinstance(action, Resize) and action.gain_seconds is not None and action.gain_seconds >= PLAIN_GAIN * left:
             return True
         what = None if isinstance(action, Resize) else replace(action, reason="")
         last, times = self._wanted

@@ -46,11 +46,12 @@ from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import Adjusted, AdjustmentJudged
 from foreload.trainer.run.shard_change import ENGINE
 
-# A window ends after so many steps, once they took so long.
+# A window ends after so many steps, once they took so long. Of long steps, fewer are enough.
 WINDOW_STEPS, WINDOW_SECONDS = 10, 2.0
 # After a change, and at the beginning, so many steps are not measured, over at least this time:
 # trainers still compile, and fill their caches.
 _WARM_UP_STEPS, _WARM_UP_SECONDS = 5, 1.0
+_LEAST_STEPS, _LONG = 3, 2.0  # fewer steps are never enough, and so many are, once they took this times as long
 # What the store moves in a second, as long as it is never seen busy, and what the start or the end
 # of a trainer takes from training: a pause, and the start's processor time on one of the cores.
 _BYTES_PER_SECOND = 2e7
@@ -82,16 +83,21 @@ class _Window:
         """Whether the steps that are not measured are over."""
         if not self.warm_up_steps:
             return False
-        steps = min((len(self.reports.get(trainer, ())) for trainer in members), default=0)
-        seconds = max((sum(report.seconds for report in reports) for reports in self.reports.values()), default=0.0)
-        return steps >= self.warm_up_steps and seconds >= _WARM_UP_SECONDS
+        return self._has(self.warm_up_steps, _WARM_UP_SECONDS, members)
 
     def is_over(self, members: Iterable[int]) -> bool:
         """Whether every member has reported enough steps."""
-        return not self.warm_up_steps and all(
-            len(of := self.reports.get(trainer, ())) >= WINDOW_STEPS and sum(report.seconds for report in of) >= WINDOW_SECONDS
-            for trainer in members
-        )
+        return not self.warm_up_steps and self._has(WINDOW_STEPS, WINDOW_SECONDS, members)
+
+    def _has(self, steps: int, seconds: float, members: Iterable[int]) -> bool:
+        """Whether every member has reported so many steps of so many seconds in all, or fewer that took longer."""
+        for trainer in members:
+            of = self.reports.get(trainer, ())
+            took = sum(report.seconds for report in of)
+            enough = len(of) >= steps and took >= seconds
+            if not enough and (len(of) < _LEAST_STEPS or took < _LONG * seconds):
+                return False
+        return True
 
     def compute(self, trainer: int) -> float:
         """Return the mean seconds that a trainer computed in a step."""

@@ -2,6 +2,7 @@
 
 One actor, which is detached and takes no cores, divides the cluster (`adjusting.shares`). It keeps
 nothing that the jobs do not tell it again: an actor that is lost is started anew by the next of them.
+Each version of foreload has a pool of its own, for which the jobs of another are like other programs.
 A job ends for the pool when its keeper says so, or is gone itself.
 """
 
@@ -19,11 +20,11 @@ import ray
 from foreload.trainer.adjusting.shares import Bid, PooledJob, PoolState, Resources, Share, Shares
 from foreload.trainer.cluster.engines.ray_actors import KEEPER
 from foreload.trainer.cluster.engines.ray_places import POLL_INTERVAL, WAIT_REPORT_INTERVAL
+from foreload.trainer.cluster.messages.host_messages import program_version
 from foreload.trainer.cluster.processes.joining_host import report
 
 NAMESPACE = "foreload"
 """Ray's namespace of all drivers, and of the pool; a run's actors have one of their own."""
-_NAME = "pool"
 _INTERVAL = timedelta(seconds=2)  # between two bids of a job
 # Actors take their resources a moment before or after a job says so. What others are seen to use
 # counts only if it lasts so long.
@@ -101,16 +102,20 @@ class Pool:
         return cluster.less(others)
 
 
+def _name() -> str:
+    return f"pool-{program_version()}"
+
+
 def pool_actor() -> Any:
     """Return the pool of the connected cluster, which is started if there is none."""
     kind: Any = ray.remote(Pool)
-    return kind.options(name=_NAME, namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0).remote()
+    return kind.options(name=_name(), namespace=NAMESPACE, get_if_exists=True, lifetime="detached", num_cpus=0).remote()
 
 
 def state() -> PoolState | None:
     """Return the state of the connected cluster's pool. None if no job has shared it yet."""
     with contextlib.suppress(ValueError, ray.exceptions.RayError):
-        pool: Any = ray.get_actor(_NAME, namespace=NAMESPACE)
+        pool: Any = ray.get_actor(_name(), namespace=NAMESPACE)
         answer: PoolState = ray.get(pool.state.remote())
         return answer
     return None
@@ -125,14 +130,15 @@ class PoolClient:
         self._asked: Any = None
         self._asked_at = 0.0
         self._share: Share | None = None
+        self._failed = ""  # why the last bid had no answer
 
     def ask(self, bid: Bid) -> Share | None:
         """Ask for a share, from time to time, and return the last one heard of. It does not wait."""
         if self._asked is not None and ray.wait([self._asked], timeout=0)[0]:
             try:
-                self._share = ray.get(self._asked)
-            except ray.exceptions.RayError:
-                self._pool = None
+                self._share, self._failed = ray.get(self._asked), ""
+            except ray.exceptions.RayError as error:
+                self._pool, self._failed = None, f"; the pool fails: {str(error).strip().splitlines()[-1]}"
             self._asked = None
         if self._asked is None and time.monotonic() - self._asked_at >= _INTERVAL.total_seconds():
             self._asked_at = time.monotonic()
@@ -147,6 +153,6 @@ class PoolClient:
             if time.monotonic() - said >= WAIT_REPORT_INTERVAL.total_seconds():
                 said = time.monotonic()
                 report(
-                    f"--auto: waiting until the jobs that share the cluster leave {bid.least.cores:g} cores; Ctrl-C ends the wait"
+                    f"--auto: waiting until the jobs that share the cluster leave {bid.least.cores:g} cores{self._failed}; Ctrl-C ends the wait"
                 )
             time.sleep(POLL_INTERVAL.total_seconds())

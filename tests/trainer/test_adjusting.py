@@ -28,6 +28,8 @@ from foreload.trainer.adjusting.decision import (
 )
 from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, predicted
 from foreload.trainer.adjusting.size import Size
+from foreload.trainer.adjusting.window import Window
+from foreload.trainer.compute.reports import StepReport
 
 LANES = 4
 LEAST, MOST = Size(1, 1), Size(4, 4)
@@ -201,6 +203,35 @@ def test_a_slow_shard_is_moved_once_two_windows_in_a_row_say_so() -> None:
     assert seen[:3] == [None] * 3
     assert isinstance(seen[3], MoveShard)
     assert (seen[3].shard, AGREED) == (2, 2)
+
+
+@pytest.mark.parametrize(("work", "windows"), [(0.01, 1), (0.2, 2)])
+def test_what_plainly_pays_is_done_after_one_window(work: float, windows: int) -> None:
+    """More trainers take a quarter of the time, or, since there are four cores, more than half."""
+    job = Job(0.1, 0.001, work, size=Size(1, 1))
+    seen = [job.adviser.look(job.window(), job.situation()).action for _ in range(windows)]
+    assert seen[:-1] == [None] * (windows - 1)
+    assert isinstance(seen[-1], Resize)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "steps"), [(1 / 64, 128), (1 / 8, 16), (1 / 4, 10), (1 / 2, 8), (1.0, 4), (1.5, 3), (10.0, 3)]
+)
+def test_a_window_has_enough_steps_of_enough_seconds_of_every_member(seconds: float, steps: int) -> None:
+    window = Window()
+
+    def add(trainer: int) -> None:
+        window.add(trainer, StepReport(0, 0, 1, 0.0, 0, 0, 0, 0, seconds, seconds, 0.0, 0.0, 0))
+
+    for _ in range(1000):
+        add(1)
+    for before in range(steps):
+        assert window.is_over((0, 1)) is (before >= steps)
+        add(0)
+    assert window.is_over((0, 1))
+    assert not window.is_warmed_up((0, 1))
+    assert Window(reports=window.reports, warm_up_steps=5).is_warmed_up((0, 1))
+    assert not Window(reports=window.reports, warm_up_steps=5).is_over((0, 1))
 
 
 @pytest.mark.parametrize(("seconds", "trainers"), [(10_000.0, 1), (300.0, 2), (150.0, 4), (1.0, 4)])

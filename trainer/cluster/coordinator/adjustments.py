@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from foreload.base.errors import ForeloadError
 from foreload.base.memory import processor_seconds_of, total_bytes
@@ -26,9 +26,10 @@ from foreload.trainer.adjusting.decision import (
     decide,
     slow_trainer,
 )
-from foreload.trainer.adjusting.prediction import Machine, Measured, Work, mean
+from foreload.trainer.adjusting.prediction import Machine, Work
 from foreload.trainer.adjusting.shares import Choice, Needs, Resources, Share
 from foreload.trainer.adjusting.size import Size
+from foreload.trainer.adjusting.window import WARM_UP_STEPS, Window
 from foreload.trainer.assembly.job_shape import cores
 from foreload.trainer.cluster.coordinator.background_work import in_background
 from foreload.trainer.cluster.coordinator.membership import Membership
@@ -46,12 +47,6 @@ from foreload.trainer.job.scheduler import under_scheduler
 from foreload.trainer.run.event_log import Adjusted, AdjustmentJudged
 from foreload.trainer.run.shard_change import ENGINE
 
-# A window ends after so many steps, once they took so long. Of long steps, fewer are enough.
-WINDOW_STEPS, WINDOW_SECONDS = 10, 2.0
-# After a change, and at the beginning, so many steps are not measured, over at least this time:
-# trainers still compile, and fill their caches.
-_WARM_UP_STEPS, _WARM_UP_SECONDS = 5, 1.0
-_LEAST_STEPS, _LONG = 3, 2.0  # fewer steps are never enough, and so many are, once they took this times as long
 # What the store moves in a second, as long as it is never seen busy, and what the start or the end
 # of a trainer takes from training: a pause, and the start's processor time on one of the cores.
 _BYTES_PER_SECOND = 2e7
@@ -60,69 +55,6 @@ _JOINS_AFTER = 10.0  # seconds from a trainer's start to its first step
 # A shard is slow if its answers take so many times the median of the others', by this much longer.
 _SLOW_TIMES, _SLOW_SECONDS = 3.0, 0.002
 _LEAST_EXCHANGES = 5
-
-
-@dataclass(slots=True)
-class _Window:
-    """The steps since a moment from which the size has not changed.
-
-    Attributes:
-        reports: trainer -> its reports of steps.
-        servers: the processor time of the local servers at the window's beginning.
-        warm_up_steps: if not 0, the steps are not measured, and the window is over after so many.
-    """
-
-    servers: float = 0.0
-    warm_up_steps: int = 0
-    reports: dict[int, list[StepReport]] = field(default_factory=dict)
-
-    def add(self, trainer: int, report: StepReport) -> None:
-        self.reports.setdefault(trainer, []).append(report)
-
-    def is_warmed_up(self, members: Iterable[int]) -> bool:
-        """Whether the steps that are not measured are over."""
-        if not self.warm_up_steps:
-            return False
-        return self._has(self.warm_up_steps, _WARM_UP_SECONDS, members)
-
-    def is_over(self, members: Iterable[int]) -> bool:
-        """Whether every member has reported enough steps."""
-        return not self.warm_up_steps and self._has(WINDOW_STEPS, WINDOW_SECONDS, members)
-
-    def _has(self, steps: int, seconds: float, members: Iterable[int]) -> bool:
-        """Whether every member has reported so many steps of so many seconds in all, or fewer that took longer."""
-        for trainer in members:
-            of = self.reports.get(trainer, ())
-            took = sum(report.seconds for report in of)
-            enough = len(of) >= steps and took >= seconds
-            if not enough and (len(of) < _LEAST_STEPS or took < _LONG * seconds):
-                return False
-        return True
-
-    def compute(self, trainer: int) -> float:
-        """Return the mean seconds that a trainer computed in a step."""
-        return mean([report.seconds_compute for report in self.reports.get(trainer, ())])
-
-    def measured(self, work: Work, servers: float) -> Measured:
-        """Return the means of a step's figures.
-
-        Args:
-            servers: the processor time of the local servers by now.
-        """
-        by_trainer = list(self.reports.values())
-        steps = [report.step for reports in by_trainer for report in reports]
-        samples, rows = work.over(min(steps), max(steps))
-        count = max(map(len, by_trainer))
-        return Measured(
-            seconds=max(mean([report.seconds for report in reports]) for reports in by_trainer),
-            compute=max(map(self.compute, self.reports)),
-            exchange=min(mean([report.seconds_exchange for report in reports]) for reports in by_trainer),
-            waiting=max(mean([report.seconds_waiting for report in reports]) for reports in by_trainer),
-            processor=sum(sum(report.seconds_processor for report in reports) / len(reports) for reports in by_trainer)
-            + (servers - self.servers) / count,
-            samples=samples,
-            rows=rows,
-        )
 
 
 class Adjustments:
@@ -141,7 +73,7 @@ class Adjustments:
         self._on = bool(job.auto) and not under_scheduler()
         # A thread reads the whole schedule at first, which may take seconds.
         self._reading = in_background(lambda: Work(call.schedule).advance()) if self._on else None
-        self._window = _Window(warm_up_steps=_WARM_UP_STEPS)
+        self._window = Window(warm_up_steps=WARM_UP_STEPS)
         self._row_bytes = _mean_row_bytes(call.layouts)
         self._most_by_memory = _most_by_memory(call, self._pool) if self._on else 0
         self._adviser = Adviser()
@@ -192,7 +124,7 @@ class Adjustments:
             self._share = self._engine.ask_share(self._least, self._choices)
             self._heed_share(now)
         if not is_training or self._is_busy(members):
-            self._window = _Window(warm_up_steps=_WARM_UP_STEPS)
+            self._window = Window(warm_up_steps=WARM_UP_STEPS)
             return
         memory = self._shards.memory
         full_after = memory.stop_by if memory is not None and memory.is_current else None
@@ -221,7 +153,7 @@ class Adjustments:
             self._adviser.withdraw()
 
     def _begin_window(self) -> None:
-        self._window, self._loads_before = _Window(self._server_seconds()), dict(self.loads)
+        self._window, self._loads_before = Window(self._server_seconds()), dict(self.loads)
 
     def _is_busy(self, members: Membership) -> bool:
         """Whether a change is under way, or a loss is being repaired."""

@@ -52,7 +52,7 @@ class Seen:
     cores: dict[str, tuple[float, float]]
 
     @property
-    def is_settled(self) -> bool:
+    def has_its_shares(self) -> bool:
         """Whether every job has what it is to have."""
         return all(uses == aim for uses, aim in self.cores.values())
 
@@ -63,7 +63,7 @@ class Seen:
 
     def shows(self, jobs: int) -> bool:
         """Whether so many jobs have what they are to have, and each more than it begins with."""
-        return len(self.cores) == jobs and self.is_settled and min(uses for uses, _ in self.cores.values()) > LEAST
+        return len(self.cores) == jobs and self.has_its_shares and min(uses for uses, _ in self.cores.values()) > LEAST
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ def taken_over(ran: Ran, killed: str) -> float:
     last = max((one for one in ran.seen if killed in one.cores), key=lambda one: one.at)
     others = last.used - last.cores[killed][0]
     after = [one for one in ran.seen if one.at > last.at]
-    return next((one.at - after[0].at for one in after if one.is_settled and one.used > others), float("inf"))
+    return next((one.at - after[0].at for one in after if one.has_its_shares and one.used > others), float("inf"))
 
 
 def measure(given: argparse.Namespace, jobs: Jobs) -> None:

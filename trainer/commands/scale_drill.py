@@ -181,11 +181,11 @@ class ScaleDrill(Drill):
                 request = AskMove("remove", str(live[-1]), ())
             else:
                 return None
-            moved = self._moved
+            before = self._migrations
             begun = ask(run, request)
             if begun is None or isinstance(begun, Refused):
                 return "training had ended" if begun is None else begun.error
-            while self._moved == moved:
+            while self._migrations == before:
                 if self._over:
                     return "training had ended"
                 time.sleep(_PAUSE.total_seconds())
@@ -193,7 +193,7 @@ class ScaleDrill(Drill):
                 return None
 
     @property
-    def _moved(self) -> int:
+    def _migrations(self) -> int:
         """How often rows have moved."""
         return sum(event.get("kind") == RowsMoved.kind for event in read_events(Path(self.job.run)))
 

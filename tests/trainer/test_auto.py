@@ -158,8 +158,10 @@ def test_without_a_store_there_are_as_few_servers_as_parity_needs(tmp_path: Path
         (("--deadline", "2h"), "--deadline: is for --auto; give that, too, or leave it out"),
         (("--auto", "--deadline", "200"), "--deadline: must be a time, such as 90s, 10m or 2h; got 200"),
         (("--auto", "--deadline", "2h", "--budget", "1"), "--deadline and --budget: only one of them can be given"),
-        (("--auto", "--pool", "cores=none"), "--pool: must be cores=N, memory=SIZE and stores=N, any of them"),
+        (("--auto", "--pool", "cores=none"), "--pool: must be cores=N, memory=SIZE, stores=N and weight=W, any of them"),
         (("--auto", "--pool", "cores=2,cores=3"), "--pool: must give cores once"),
+        (("--auto", "--pool", "weight=2"), "--pool: weight is for jobs that share a cluster"),
+        (("--auto", "--pool", "weight=0"), "--pool weight: must be above 0"),
         (("--auto=never",), "--auto: "),
     ],
 )

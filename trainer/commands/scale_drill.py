@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
-from foreload.cache.protocol.shards.shard_status import REMOVED
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.control import AskMove, AskScale, AskScaled, AskStatus, Refused, ask
+from foreload.trainer.cluster.messages.control import AskMove, AskScale, AskScaled, Refused, ask
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.drill import Drill, Picture, finite, milliseconds
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.run.event_log import RowsMoved, read_events
+from foreload.trainer.run.directory import Run
 from foreload.trainer.run.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -91,7 +90,7 @@ class ScaleDrill(Drill):
         self._changes: list[Change] = []
         self._last = -1
         self._stepped = threading.Condition()
-        self._over = False
+        self._over = self._again = False
         self._thread = threading.Thread(target=self._ask_all, name="scaler", daemon=True)
 
     def begin(self, schedule: Schedule) -> None:
@@ -169,33 +168,29 @@ class ScaleDrill(Drill):
         """Move a shard, or add or remove shards, one after the other, and wait; as `_failure`."""
         run = Path(self.job.run)
         while True:
-            status = ask(run, AskStatus())
-            if status is None or isinstance(status, Refused):
-                return "training had ended"
-            live = [shard for shard, one in enumerate(status.shards.shards) if one.state != REMOVED]
+            placement = Run.open(run).placement
             if word.startswith("move-"):
                 request = AskMove("move", word.removeprefix("move-"), (_LOCAL,))
-            elif (further := int(word[:-1]) - len(live)) > 0:
+            elif (further := int(word[:-1]) - len(placement.live)) > 0:
                 request = AskMove("add", "", (_LOCAL,) * further)
             elif further < 0:
-                request = AskMove("remove", str(live[-1]), ())
+                request = AskMove("remove", str(max(placement.live)), ())
             else:
                 return None
-            before = self._migrations
             begun = ask(run, request)
+            # The servers that the last change has left may not be left by every trainer yet.
+            while isinstance(begun, Refused) and self._again and not self._over:
+                time.sleep(_PAUSE.total_seconds())
+                begun = ask(run, request)
             if begun is None or isinstance(begun, Refused):
                 return "training had ended" if begun is None else begun.error
-            while self._migrations == before:
+            self._again = True
+            while (now := Run.open(run).placement).version < begun.version or now.migrating:
                 if self._over:
                     return "training had ended"
                 time.sleep(_PAUSE.total_seconds())
             if word.startswith("move-"):
                 return None
-
-    @property
-    def _migrations(self) -> int:
-        """How often rows have moved."""
-        return sum(event.get("kind") == RowsMoved.kind for event in read_events(Path(self.job.run)))
 
     def not_done(self, ending: Ending) -> str | None:
         """Return the first change that was not done, with the reason, or None."""

@@ -137,6 +137,7 @@ def test_cores_that_others_use_are_theirs(driver: Callable[..., Driver]) -> None
     wait_until(lambda: first.granted() == CORES)
 
 
+@pytest.mark.full
 def test_whole_jobs_share_a_cluster(cluster: RayNodes, tmp_path: Path, hold: Hold) -> None:
     """The first gives back for the second, and takes over its part once the second is killed."""
     schedule = synthetic_schedule(tmp_path, 200_000, lanes=8)

@@ -146,10 +146,10 @@ class Adjustments:
 
     def _heed_share(self, now: Size) -> None:
         """Start no further trainers where the share has become too small for them: there may never be room."""
-        starting = self._scaling.starting
-        if starting and not self._is_granted(replace(now, trainers=now.trainers + starting)):
-            self._call.say(f"auto: stays at {now}: the pool has no room for {starting} more")
-            self._scaling.ask(AskScale(now.trainers))
+        wanted, enough = self._scaling.wanted, max(now.trainers, self._least.trainers)
+        if wanted > enough and not self._is_granted(replace(now, trainers=wanted)):
+            self._call.say(f"auto: stays at {now}: the pool has no room for {wanted - enough} more")
+            self._scaling.ask(AskScale(enough))
             self._adviser.withdraw()
 
     def _begin_window(self) -> None:

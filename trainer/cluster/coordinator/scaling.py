@@ -219,9 +219,9 @@ class Scaling:
         return progress
 
     @property
-    def starting(self) -> int:
-        """The number of trainers that are being started."""
-        return len(self._starting)
+    def wanted(self) -> int:
+        """The number of trainers to have."""
+        return self._wanted
 
     def is_changing(self, members: Membership) -> bool:
         """Whether trainers start, or there are more or fewer than wanted."""

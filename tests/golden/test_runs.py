@@ -136,11 +136,11 @@ def test_files_that_are_left(name: str, home: Path) -> None:
 
 
 def test_every_command_that_tells_programs_is_called() -> None:
-    """But the drill of scaling, which needs more steps than fit here: tests/trainer/test_drill.py calls it."""
+    """But the drill of scaling, which needs more steps than fit here, and what needs a Ray cluster: test_drill.py and test_pool.py call these."""
     telling = [command.prog.split()[1:] for command in commands(cli.parser()) if "--json" in command._option_string_actions]
     called = [command.split() for command in (*STORY.values(), *SLOW.values())]
     silent = [words for words in telling if not any(command[: len(words)] == words for command in called)]
-    assert silent == [["drill", "scale"]]
+    assert silent == [["drill", "scale"], ["pool", "status"]]
 
 
 @pytest.mark.full

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from engine_twin import TwinEngine
 from simulated_checkpoints import Broken, CoordinatedCheckpoints, MemberCheckpoints, StepCounts, step_ended
 
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot
@@ -352,12 +353,25 @@ class Trainer:
         return False
 
 
+class _Engine(TwinEngine):
+    """Machines drain as the world says."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def draining(self) -> Draining:
+        """See Engine."""
+        return Draining(frozenset(self._world.drained))
+
+
 class Processes:
     """The trainers' processes, as the coordinator starts and ends them. killable: they are on its own machine."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self.forgotten: set[int] = set()
+        self.engine = _Engine(world)
 
     @property
     def pids(self) -> dict[int, int]:
@@ -367,10 +381,6 @@ class Processes:
     def ended(self) -> dict[int, str]:
         """See SpawnedTrainers."""
         return {one.number: "has ended" for one in self._world.trainers if not one.alive and one.number not in self.forgotten}
-
-    def draining(self) -> Draining:
-        """See SpawnedTrainers."""
-        return Draining(frozenset(self._world.drained))
 
     def start(self, trainer: int, plan: int) -> None:
         """See SpawnedTrainers."""

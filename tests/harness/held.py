@@ -23,6 +23,7 @@ from foreload.pipelines.schedule.at_work import at_work
 from foreload.pipelines.schedule.format import LOCK, MANIFEST, WORK
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.cluster.messages.control import AskStop, RunStatus, Stopping, ask
+from foreload.trainer.cluster.processes.starting import TrainerStart
 from foreload.trainer.run.directory import Run
 
 Hold = Callable[..., "HeldRun"]
@@ -137,7 +138,7 @@ class HeldRun(Command):
     @property
     def joining(self) -> Iterator[psutil.Process]:
         """The trainers' processes that were started while others trained."""
-        return (worker for worker in self.workers if worker.environ()["FORELOAD_COMMANDS"] != "null")
+        return (worker for worker in self.workers if TrainerStart.of_environment(worker.environ()).plan is not None)
 
     def stopped(self) -> tuple[int, str, str]:
         """Wait until a run that was asked to stop where it is held has saved that, and publish the rest; exit status, output and errors."""

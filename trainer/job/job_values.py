@@ -347,10 +347,11 @@ def tracker_name(flag: str, value: Any) -> str:
 
 
 AUTO = "auto"
+"""The value of --resume that starts the run if it is new, and else resumes it."""
 DRY_RUN = "dry-run"
+"""The value of --auto that only says what would be changed."""
 STORES = 5
 """The most store shards that the run has servers of its own for, if no --pool says otherwise."""
-"""The value of --resume that starts the run if it is new, and else resumes it."""
 
 Policy = Literal["full", "one-shot", "consecutive", "intermittent", "planned"]
 POLICIES: tuple[Policy, ...] = get_args(Policy)

@@ -13,11 +13,9 @@ import os
 import signal
 import threading
 from collections.abc import Callable
-from contextlib import closing
 
-from bench_auto import QUICK_ROWS, ROWS, Ran, Runs, command, prepared
-from bench_links import Unavailable
-from comparison import Cell, Claim, Results, Table, arguments, save, tell
+from bench_auto import QUICK_ROWS, ROWS, Ran, Runs, command, measure_behind_links, prepared
+from comparison import Cell, Claim, Results, Table, save, tell
 from foreload.trainer.cluster.messages.control import AskStatus, RunStatus, ask
 from store_links import StoreLinks
 
@@ -121,18 +119,5 @@ def measure(given: argparse.Namespace, links: StoreLinks) -> None:
     save(Results("aftercare", "Slow shards and slow trainers", claims, [Table("Seconds", head, rows)], notes=[note]), given.out)
 
 
-def main() -> None:
-    """Measure, print, save."""
-    given = arguments(__doc__, pairs=(1, 1))
-    (given.out / "work").mkdir(parents=True, exist_ok=True)
-    try:
-        links = StoreLinks(SHARDS + 1, given.out / "work", MEGABITS)
-    except Unavailable as error:
-        tell(f"skipped: {error}")
-        return
-    with closing(links):
-        measure(given, links)
-
-
 if __name__ == "__main__":
-    main()
+    measure_behind_links(__doc__, SHARDS + 1, MEGABITS, measure)

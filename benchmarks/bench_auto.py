@@ -183,12 +183,19 @@ def measure(given: argparse.Namespace, links: StoreLinks) -> None:
     save(Results("auto", "Resources that adjust themselves", claims, [table], notes=[note]), given.out)
 
 
-def main() -> None:
-    """Measure, print, save."""
-    given = arguments(__doc__, pairs=(1, 1))
+def measure_behind_links(
+    doc: str | None, servers: int, megabits: float, measure: Callable[[argparse.Namespace, StoreLinks], None]
+) -> None:
+    """Call a script's `measure` with its arguments and so many servers, each behind a link; or say why that is not possible here.
+
+    Args:
+        doc: what the script says of itself.
+        megabits: of each link and direction, a second.
+    """
+    given = arguments(doc, pairs=(1, 1))
     (given.out / "work").mkdir(parents=True, exist_ok=True)
     try:
-        links = StoreLinks(SHARDS, given.out / "work", MEGABITS)
+        links = StoreLinks(servers, given.out / "work", megabits)
     except Unavailable as error:
         tell(f"skipped: {error}")
         return
@@ -197,4 +204,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    measure_behind_links(__doc__, SHARDS, MEGABITS, measure)

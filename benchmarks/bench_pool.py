@@ -108,23 +108,12 @@ class Jobs:
             str(self.schedule),
             "--run",
             str(self.folder / name),
-            "--engine",
-            "ray",
-            "--ray-address",
-            self.address,
-        ]
-        words += [
-            "--store",
-            "engine:1",
-            "--no-report",
-            "--digest",
-            "--dim",
-            "8",
             "--model",
             f"{self.folder / 'waiting.py'}:Model",
         ]
+        words += f"--engine ray --ray-address {self.address} --store engine:1 --no-report --digest --dim 8 --history off".split()
         with (self.folder / f"{name}.log").open("wb") as said:
-            return subprocess.Popen([*words, "--history", "off", *further], stdout=said, stderr=said)
+            return subprocess.Popen([*words, *further], stdout=said, stderr=said)
 
     def run(self, names: Sequence[str], further: Sequence[Sequence[str]], apart: float | None, kills: str | None = None) -> Ran:
         """Run jobs to their ends. Each is deleted then, as after an export, so that its servers end as well.
@@ -134,13 +123,8 @@ class Jobs:
             apart: the seconds between two starts. None if each waits for the one before.
             kills: a job whose driver is killed once all jobs have what they are to have. The others are killed once they have taken over its part.
         """
-        ran, began, jobs, starts, ends = (
-            Ran(),
-            time.monotonic(),
-            dict[str, subprocess.Popen[bytes]](),
-            list[float](),
-            dict[str, float](),
-        )
+        ran, began, starts = Ran(), time.monotonic(), list[float]()
+        jobs, ends = dict[str, subprocess.Popen[bytes]](), dict[str, float]()
         while len(ends) < len(names):
             now = time.monotonic()
             due = not jobs if apart is None else now - began >= apart * len(starts)

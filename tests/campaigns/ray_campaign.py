@@ -30,7 +30,7 @@ numerics.set_environment()
 import ray  # noqa: E402
 from command_line import Command, wait_until  # noqa: E402
 from held import HeldRun, Hold, holding  # noqa: E402
-from ray_nodes import RayNodes, actors, nodes_of, pid_of  # noqa: E402
+from ray_nodes import RayNodes, actors, connected_nodes, nodes_of, pid_of  # noqa: E402
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed  # noqa: E402
 
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
@@ -149,9 +149,7 @@ def main() -> int:
     digest = str(summary(train_undisturbed(schedule, folder))["digest"])
     faults: Counter[str] = Counter()
     runs, began = 0, time.monotonic()
-    cluster = RayNodes(NODES)
-    cluster.connect()
-    try:
+    with connected_nodes(NODES) as cluster:
         while faults.total() < given.faults:
             cluster.restore(NODES)
             place = folder / str(runs)
@@ -169,8 +167,6 @@ def main() -> int:
             wait_until(partial(_is_gone, record.namespace))
             faults.update(episode.done)
             runs += 1
-    finally:
-        cluster.close()
     result = {"runs": runs, "faults": dict(faults), "total": faults.total(), "seconds": round(time.monotonic() - began)}
     print(json.dumps(result))
     if given.json:

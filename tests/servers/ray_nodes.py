@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,17 @@ class RayNodes:
         if ray.is_initialized():
             ray.shutdown()
         self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def connected_nodes(count: int) -> Iterator[RayNodes]:
+    """A cluster of so many nodes, which this process can ask, while entered."""
+    started = RayNodes(count)
+    started.connect()
+    try:
+        yield started
+    finally:
+        started.close()
 
 
 def actors(run: Path) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import ray
 from command_line import Command, free_port, refused_apart, wait_until
 from held import Hold
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_nodes import RayNodes
+from ray_nodes import RayNodes, connected_nodes
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from test_auto import sleeping
 
@@ -29,12 +29,8 @@ NODES, CORES = 2, 8  # in all
 
 @pytest.fixture
 def cluster() -> Iterator[RayNodes]:
-    started = RayNodes(NODES)
-    started.connect()
-    try:
+    with connected_nodes(NODES) as started:
         yield started
-    finally:
-        started.close()
 
 
 class Driver:

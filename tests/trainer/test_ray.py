@@ -13,7 +13,7 @@ import pytest
 import ray
 from command_line import DEADLINE_SECONDS, Command, free_port, refused, refused_apart, run_here, wait_until
 from held import HeldRun, Hold
-from ray_nodes import RayNodes, actors, nodes_of, pid_of
+from ray_nodes import RayNodes, actors, connected_nodes, nodes_of, pid_of
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.store import Store
@@ -31,12 +31,8 @@ BeginRun = Callable[..., HeldRun]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayNodes]:
-    started = RayNodes(NODES)
-    started.connect()
-    try:
+    with connected_nodes(NODES) as started:
         yield started
-    finally:
-        started.close()
 
 
 @pytest.fixture(scope="module")

@@ -137,10 +137,10 @@ class Adviser:
         Args:
             left: the seconds to come, if nothing changes.
         """
-        if isinstance(action, Resize) and (action.gain_seconds is None or action.trial is None or action.trial.goes_on):
-            return True
-        if isinstance(action, Resize) and action.gain_seconds is not None and action.gain_seconds >= PLAIN_GAIN * left:
-            return True
+        if isinstance(action, Resize):
+            gain, trial = action.gain_seconds, action.trial
+            if gain is None or trial is None or trial.goes_on or gain >= PLAIN_GAIN * left:
+                return True
         what = None if isinstance(action, Resize) else replace(action, reason="")
         last, times = self._wanted
         self._wanted = (what, times + 1 if what == last else 1)

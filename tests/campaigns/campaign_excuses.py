@@ -97,6 +97,6 @@ class Excuses:
 def victims(fault: Fault, status: RunStatus) -> list[int]:
     """The trainers that a fault meets, of those that the launcher started."""
     there = sorted(trainer for trainer in status.trainers if trainer in status.members)
-    count = {"scale": 0, "kill_launcher": 0, "kill_two": 2}.get(fault.kind, 1)
+    count = {"scale": 0, "replace": 0, "kill_launcher": 0, "kill_two": 2}.get(fault.kind, 1)
     first = fault.target % len(there) if there else 0
     return (there[first:] + there[:first])[:count]

@@ -240,6 +240,13 @@ class Infliction:
         further = ("--no-wait",) if self.fault.target % 8 < 4 else ()
         return self._beside("scale", self.run.path, 1 + self.fault.target % 4, *further)
 
+    def _replace(self) -> str:
+        """Another trainer in the place of one."""
+        status = self.run.training()
+        trainer = status.members[self.fault.target % len(status.members)] if status is not None else 0
+        further = ("--no-wait",) if self.fault.target % 8 < 4 else ()
+        return self._beside("scale", self.run.path, "--replace", trainer, *further)
+
     def _status(self) -> str:
         return self._beside("stores", "status", self.run.path)
 

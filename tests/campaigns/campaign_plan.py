@@ -27,7 +27,7 @@ SHARD_CHANGES = ("add_shard", "remove_shard", "move_shard")
 """What is no fault either: rows move to other store shards, by whatever else happens."""
 LOOKS = ("status", "run_status", "scrub", "second")
 """What is no fault, but meets a run that trains: commands that look at it, and a second training of the same run."""
-MEMBER_FAULTS = (*TRAINER_FAULTS, "kill_two", "trainer_and_shard", "leave", "scale")
+MEMBER_FAULTS = (*TRAINER_FAULTS, "kill_two", "trainer_and_shard", "leave", "scale", "replace")
 """After which trainers come or go; and `kill_launcher`, where there are copies."""
 
 
@@ -50,6 +50,7 @@ class Plan:
     """An episode. store: local, tcp or tls; shards: of the store; parity: as --parity has it; faults: in the order of their steps.
 
     own: whether the model is the user's own, in a file. auto: whether each call is the same command, with --resume=auto.
+    adjusts: whether each call has --auto.
     members: whether it is about trainers that come and go; trainers: of each call, over and over; copies, peer_timeout: as `train` has them.
     """
 
@@ -64,6 +65,7 @@ class Plan:
     peer_timeout: float | None = None
     own: bool = False
     auto: bool = False
+    adjusts: bool = False
 
     @classmethod
     def draw(cls, seed: int, number: int, focus: str | None = None) -> Plan:
@@ -91,7 +93,8 @@ class Plan:
         kinds += 2 * ALL_SERVERS_FAULTS
         kinds += 3 * SHARD_CHANGES if store != "tls" else ()
         faults = _faults(dice, kinds, STEPS, dice.randint(5, 14))
-        return cls(number, store, shards, parity, (dice.choice((1, 2)),), faults, own=own, auto=dice.random() < 0.5)
+        trainers, auto = (dice.choice((1, 2)),), dice.random() < 0.5
+        return cls(number, store, shards, parity, trainers, faults, own=own, auto=auto, adjusts=_adjusts(dice, store))
 
     @classmethod
     def _of_members(cls, dice: random.Random, number: int) -> Plan:
@@ -100,18 +103,26 @@ class Plan:
         trainers = tuple(dice.choice((2, 3, 3, 4, 4)) for _ in range(4))
         copies = dice.choice((2, 2, 3, 4))
         kinds = (
-            *5 * ("kill_trainer",), *3 * ("stop_trainer",), *(2 if copies > 2 else 1) * ("kill_two",), *3 * ("scale",), *2 * ("leave",),
+            *5 * ("kill_trainer",), *3 * ("stop_trainer",), *(2 if copies > 2 else 1) * ("kill_two",), *3 * ("scale",), *2 * ("leave",), "replace",
             *2 * ("kill_launcher",), "int", "term", "run_status", "cut", *ALL_SERVERS_FAULTS,
             *(() if parity == "off" else (*3 * ("trainer_and_shard",), "kill", "stop", "flush")),
         )  # fmt: skip
         faults = _faults(dice, kinds, MEMBER_STEPS, dice.randint(8, 16))
         silence = dice.choice((2.0, 4.0, None))
-        return cls(number, store, shards, parity, trainers, faults, True, copies, silence, auto=dice.random() < 0.5)
+        auto = dice.random() < 0.5
+        return cls(
+            number, store, shards, parity, trainers, faults, True, copies, silence, auto=auto, adjusts=_adjusts(dice, store)
+        )
 
     @property
     def losses_covered(self) -> int:
         """How many store shards may be lost at once."""
         return 0 if self.parity == "off" else int(self.parity.partition("+")[2])
+
+
+def _adjusts(dice: random.Random, store: str) -> bool:
+    """Whether an episode has --auto: only where it has servers that may be added."""
+    return dice.random() < 0.4 and store == "local"
 
 
 def _faults(dice: random.Random, kinds: tuple[str, ...], steps: int, count: int) -> tuple[Fault, ...]:

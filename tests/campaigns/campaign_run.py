@@ -106,7 +106,7 @@ class CampaignRun:
         self.folder, self.path, self.copy = folder, folder / "run", folder / "copy"
         self.own = folder if plan.own else None
         """The folder of the user's own model."""
-        self.moves = False
+        self.moves = plan.adjusts
         """Whether there are, or are to be, other store shards than at first."""
         self.calls = 0
         """Of `foreload train`, so far."""
@@ -169,7 +169,9 @@ class CampaignRun:
         trainers = self.plan.trainers[self.calls % len(self.plan.trainers)]
         words = [
             *f"train {self._schedule} --run {self.path} --trainers {trainers} {model_words(self.own)}".split(),
-            *(() if self.moves else ("--store", store)),
+            # Once shards may have moved, the run knows where they are.
+            *(() if self.moves and self.json("manifest.json") else ("--store", store)),
+            *(("--auto",) if self.plan.adjusts else ()),
             *("--copies", str(self.plan.copies)),
             *(("--store-timeout", "3") if self.plan.members else ()),
             *(() if self.plan.peer_timeout is None else ("--peer-timeout", str(self.plan.peer_timeout))),

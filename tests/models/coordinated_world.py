@@ -515,6 +515,8 @@ class World:
             self.drained.add(one.number)
         elif fault == "scale":
             self.asked.append(AskScale(1 + which % LANES))
+        elif fault == "replace":
+            self.asked.append(AskScale(None, one.number))
         elif fault == "end":
             self.asked.append(AskStop())
         elif fault == "checkpoint":

@@ -176,7 +176,7 @@ class Wanted:
         return self.job.of.change
 
     def number(self, trainers: int) -> int:
-        begun = self.of.ask(AskScale(trainers))
+        begun = self.of.ask(AskScale(trainers), self.job.of)
         assert isinstance(begun, ScaleBegun)
         return begun.number
 
@@ -222,9 +222,29 @@ def test_the_last_ones_leave_and_one_that_was_asked_to() -> None:
 
 def test_more_trainers_than_lanes_and_none_are_refused() -> None:
     for count in (0, -1, 5):
-        refused = Wanted(2).of.ask(AskScale(count))
+        wanted = Wanted(2)
+        refused = wanted.of.ask(AskScale(count), wanted.job.of)
         assert isinstance(refused, Refused)
         assert refused.error.startswith("the number of trainers must be 1 to the schedule's lanes, 4; got ")
+
+
+def test_another_takes_the_place_of_one_that_is_to_be_replaced() -> None:
+    wanted = Wanted(2)
+    begun = wanted.of.ask(AskScale(None, 0), wanted.job.of)
+    assert begun == ScaleBegun(1, 2, 2)
+    assert wanted.poll() == Change((), (0,))
+    assert wanted.started == [2]
+    assert not wanted.progress(1).done
+    refused = wanted.of.ask(AskScale(None, 0), wanted.job.of)
+    assert refused == Refused("trainer 0 does not train, or is leaving; the trainers are 1")
+
+
+def test_one_of_another_host_is_not_replaced_from_here() -> None:
+    wanted = Wanted(2)
+    wanted.of._call.guests = {1}
+    refused = wanted.of.ask(AskScale(None, 1), wanted.job.of)
+    assert isinstance(refused, Refused)
+    assert "start one in its place with `foreload join`" in refused.error
 
 
 def test_one_that_is_lost_is_replaced_unless_that_is_not_wanted() -> None:

@@ -28,7 +28,7 @@ from foreload.trainer.cluster.messages.trainers import CheckpointPlan, Checkpoin
 BEST = "best"
 CHECKPOINTS = (None, "1", "4", BEST)
 """After how many steps one is due, or where an evaluation is the best."""
-DISTURBANCES = ("kill", "kill", "stop", "go on", "leave", "leave", "drain", "drain", "scale", "scale", "wait", "end", *STAGES)
+DISTURBANCES = (*2 * ("kill", "leave", "drain", "scale"), "replace", "stop", "go on", "wait", "end", *STAGES)
 
 
 def drawn_faults(draw: Random, kinds: tuple[str, ...]) -> list[tuple[int, str, int]]:

@@ -304,11 +304,11 @@ def test_trainers_join_and_leave_in_a_drill_and_the_model_is_that_of_an_undistur
 
 @pytest.mark.full
 def test_store_shards_come_move_and_go_in_a_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    clicks = synthetic_schedule(tmp_path, 10_000 * 16, further="--batch-size 16")
+    clicks = synthetic_schedule(tmp_path, 16_000 * 16, further="--batch-size 16")
     run = tmp_path / "run"
-    assert main(["drill", "scale", str(clicks), "--run", str(run), *SMALL, "--to", "1,2,4s,move-0,3s", "--check"]) == 0
+    assert main(["drill", "scale", str(clicks), "--run", str(run), *SMALL, "--to", "1,2,4s,replace,move-0,3s", "--check"]) == 0
     figures = summary(run)["drill"]["changes"]
-    changes = ["1 trainer", "2 trainers", "4 store shards", "shard 0 moves", "3 store shards"]
+    changes = ["1 trainer", "2 trainers", "4 store shards", "a trainer is replaced", "shard 0 moves", "3 store shards"]
     assert [entry["change"] for entry in figures] == changes
     assert [event["kind"] for event in read_events(run)].count("rows-moved") == 3
     out = capsys.readouterr().out

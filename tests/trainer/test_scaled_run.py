@@ -74,6 +74,22 @@ def test_scaling_up_and_down_changes_nothing(begin: Begin, undisturbed: str, fur
     assert "is not being trained" in refused("scale", run.path, 2)
 
 
+def test_a_trainer_that_is_to_be_replaced_hands_its_lanes_over(begin: Begin, undisturbed: str) -> None:
+    run = begin("--store", "local:1", "--trainers", "2")
+    assert "trainer 7 does not train, or is leaving; the trainers are 0, 1" in refused("scale", run.path, "--replace", 7)
+    assert "another trainer for 0" in done("scale", run.path, "--replace", 0, "--no-wait")
+    run.hosting(1)
+    run.members(1, 2)
+    run.hosting(1, 2)
+    assert "done: 2 trainers" in done("scale", run.path, 2)
+    err = check_end(run, undisturbed, trainers=2)
+    assert "trainer 0: left after step" in err
+    assert "lost" not in err
+    assert refused("scale", run.path, "--replace", 1).endswith("is not being trained")
+    assert "one of the arguments N --replace is required" in refused("scale", run.path)
+    assert "not allowed with argument" in refused("scale", run.path, 2, "--replace", 1)
+
+
 @pytest.mark.full
 def test_a_killed_trainer_is_replaced(begin: Begin, undisturbed: str) -> None:
     run = begin("--store", "local:3", "--trainers", "2", "--copies", "2")

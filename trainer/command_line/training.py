@@ -93,21 +93,26 @@ def _join(parsed: argparse.Namespace) -> int:
 def _add_scale(commands: Any) -> None:
     scale = add_plain(
         commands, "scale", (_scale, "scale"), "change the number of trainers while a run trains",
-        "Changes the number of trainers of a run that trains. New trainers are started and first get copies of lanes; then they take lanes over. "
-        "Trainers that are no longer needed hand their lanes over and leave. The model does not depend on the number of trainers. Returns when the "
-        "change is done.",
+        "Changes the number of trainers of a run that trains, or has another trainer take the place of one. New trainers are started and first get "
+        "copies of lanes; then they take lanes over. Trainers that are no longer needed hand their lanes over and leave. The model does not depend "
+        "on the number of trainers. Returns when the change is done.",
     )  # fmt: skip
     scale.add_argument("run", metavar="RUN", type=a_path("RUN"), help="the folder of a run that trains")
-    scale.add_argument(
-        "trainers", metavar="N", type=int, help="the new number of trainers, 1 to the number of the schedule's lanes"
+    what = scale.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "trainers", metavar="N", nargs="?", type=int, help="the new number of trainers, 1 to the number of the schedule's lanes"
+    )
+    what.add_argument(
+        "--replace", metavar="TRAINER", type=int, help="the trainer that is to leave; another one is started in its place"
     )
     scale.add_argument("--no-wait", action="store_true", help="return at once, without waiting for the change")
 
 
 def _scale(parsed: argparse.Namespace) -> int:
+    from foreload.trainer.cluster.messages.control import AskScale
     from foreload.trainer.commands import scale
 
-    scale.run(parsed.run, parsed.trainers, not parsed.no_wait, print)
+    scale.run(parsed.run, AskScale(parsed.trainers, parsed.replace), not parsed.no_wait, print)
     return 0
 
 
@@ -161,9 +166,9 @@ def _add_drill_scale(drills: Any) -> None:
     group.add_argument(
         "--to",
         default="1,2,4,2,1",
-        metavar="N,N|Ns|move-N,...",
-        help="numbers of trainers in turn, of which training begins with the first, numbers of local store shards, as 4s, and shards that move to "
-        "another server, as move-0 (default 1,2,4,2,1)",
+        metavar="N,N|Ns|move-N|replace,...",
+        help="numbers of trainers in turn, of which training begins with the first, numbers of local store shards, as 4s, shards that move to "
+        "another server, as move-0, and replace, by which another trainer takes the place of the oldest (default 1,2,4,2,1)",
     )
     _add_check(group)
     _add_settings(scale)

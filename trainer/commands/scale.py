@@ -1,4 +1,4 @@
-"""`foreload scale`: change the number of trainers of a run while it trains.
+"""`foreload scale`: change the number of trainers of a run while it trains, or replace one.
 
 The command sends its request to the run's control socket, and waits until the change is done.
 """
@@ -16,11 +16,12 @@ from foreload.trainer.errors import RunError
 _PAUSE = timedelta(milliseconds=200)  # between two polls of the progress
 
 
-def run(folder: str | Path, trainers: int, wait: bool, log: Callable[[str], None]) -> None:
-    """Change the number of trainers of a run that trains.
+def run(folder: str | Path, change: AskScale, wait: bool, log: Callable[[str], None]) -> None:
+    """Change the trainers of a run that trains.
 
     Args:
         folder: the folder of the run.
+        change: what to change.
         wait: whether to wait until the change is done.
         log: called with a line when the change begins, and at each progress.
 
@@ -29,17 +30,21 @@ def run(folder: str | Path, trainers: int, wait: bool, log: Callable[[str], None
             fails.
         MessageError: the run's answer is malformed.
     """
-    begun = ask(Path(folder), AskScale(trainers))
+    begun = ask(Path(folder), change)
     if begun is None:
-        raise RunError(f"run {folder}: is not being trained; continue it with `foreload train --resume --trainers {trainers}`")
+        way = "" if change.trainers is None else f"; continue it with `foreload train --resume --trainers {change.trainers}`"
+        raise RunError(f"run {folder}: is not being trained{way}")
     if isinstance(begun, Refused):
         raise RunError(f"run {folder}: {begun.error}")
-    log(f"{begun.before} -> {begun.after} trainers")
+    replaced = change.replaces is not None
+    log(f"another trainer for {change.replaces}" if replaced else f"{begun.before} -> {begun.after} trainers")
     text = ""
     while wait:
         progress = ask(Path(folder), AskScaled(begun.number))
         if progress is None:
-            raise RunError(f"run {folder}: ended before it had {trainers} trainers; continue it with --resume --trainers")
+            if replaced:
+                raise RunError(f"run {folder}: ended before trainer {change.replaces} was replaced")
+            raise RunError(f"run {folder}: ended before it had {begun.after} trainers; continue it with --resume --trainers")
         if isinstance(progress, Refused):
             raise RunError(f"run {folder}: {progress.error}")
         if progress.failed is not None:

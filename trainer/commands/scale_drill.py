@@ -1,4 +1,4 @@
-"""`foreload drill scale`: train while trainers and store shards come and go."""
+"""`foreload drill scale`: train while trainers and store shards come, move and go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.control import AskMove, AskScale, AskScaled, Refused, ask
+from foreload.trainer.cluster.messages.control import AskMove, AskScale, AskScaled, Refused, ask, training_status
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.commands.drill import Drill, Picture, finite, milliseconds
 from foreload.trainer.errors import after_step
@@ -25,13 +25,14 @@ if TYPE_CHECKING:
     from foreload.trainer.cluster.ending import Ending
 
 _PAUSE = timedelta(milliseconds=50)  # between two polls of a change's progress
-_FORM = re.compile(r"\d{1,4}(?:,(?:\d{1,4}|\d{1,3}s|move-\d{1,3}))+")
+_FORM = re.compile(r"\d{1,4}(?:,(?:\d{1,4}|\d{1,3}s|move-\d{1,3}|replace))+")
+_REPLACE = "replace"
 _LOCAL = "local"  # one more server of the run's own
 
 
 @dataclass(slots=True)
 class Change:
-    """A change of the number of trainers, or of the store shards.
+    """A change of the trainers, or of the store shards.
 
     Times are seconds of time.monotonic(), and None until the event happens.
 
@@ -56,19 +57,22 @@ class Change:
         """The change in words."""
         if self.word.startswith("move-"):
             return f"shard {self.word.removeprefix('move-')} moves"
+        if self.word == _REPLACE:
+            return "a trainer is replaced"
         count, of = (self.word[:-1], "store shard") if self.word.endswith("s") else (self.word, "trainer")
         return f"{count} {of}{'s' * (count != '1')}"
 
 
 class ScaleDrill(Drill):
-    """A drill that changes the numbers of trainers and of store shards, and moves shards.
+    """A drill that changes the numbers of trainers and of store shards, moves shards, and replaces trainers.
 
     It asks for each change when the change's step has ended and the change before is done. One
     thread asks for all changes.
 
     Args:
         changes: the number of trainers from the start of training on, and then what changes: that
-            number, or, as 4s, the number of store shards, or, as move-0, the server of a shard.
+            number, or, as 4s, the number of store shards, or, as move-0, the server of a shard, or,
+            as replace, the trainer that has been there for the longest time.
     """
 
     synthetic_lanes = 4
@@ -76,7 +80,7 @@ class ScaleDrill(Drill):
     def __init__(self, job: TrainJob, changes: str) -> None:
         if not _FORM.fullmatch(changes):
             raise SettingError(
-                f"--to: must be a number of trainers, and then more of them, numbers of store shards as 4s, or shards that move as move-0, "
+                f"--to: must be a number of trainers, and then more of them, numbers of store shards as 4s, shards that move as move-0, or replace, "
                 f"separated by commas; got {changes}"
             )
         first, *self._words = changes.split(",")
@@ -150,10 +154,14 @@ class ScaleDrill(Drill):
             RunError: the launcher does not answer in time.
             MessageError: its answer is malformed.
         """
-        if not change.word.isdigit():
+        if change.word != _REPLACE and not change.word.isdigit():
             return self._change_shards(change.word)
         run = Path(self.job.run)
-        begun = ask(run, AskScale(change.trainers))
+        status = training_status(run)
+        if status is None:
+            return "training had ended"
+        to = AskScale(None, min(status.members)) if change.word == _REPLACE else AskScale(change.trainers)
+        begun = ask(run, to)
         if begun is None or isinstance(begun, Refused):
             return "training had ended" if begun is None else begun.error
         while True:

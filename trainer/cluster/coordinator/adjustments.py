@@ -38,7 +38,7 @@ from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.engines.engine import Engine
-from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused, ScaleBegun
+from foreload.trainer.cluster.messages.control import Answer, AskMove, AskScale, Refused
 from foreload.trainer.compute.reports import StepReport
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import DRY_RUN, STORES, Pool
@@ -122,7 +122,7 @@ class Adjustments:
         now = Size(len(members.term.members), len(self._moves.placement.live))
         if self._needs is not None:
             self._share = self._engine.ask_share(self._least, self._choices)
-            self._heed_share(now)
+            self._heed_share(now, members)
         if not is_training or self._is_busy(members):
             self._window = Window(warm_up_steps=WARM_UP_STEPS)
             return
@@ -132,7 +132,7 @@ class Adjustments:
             # What memory or other jobs need cannot wait, and needs no measurement.
             urgent = decide(self._situation(work, now, full_after))
             if isinstance(urgent, Resize) and urgent.trial is None:
-                self._act(urgent, now)
+                self._act(urgent, now, members)
                 return
         if self._window.is_warmed_up(members.term.members):
             self._begin_window()
@@ -144,12 +144,12 @@ class Adjustments:
         share = self._share
         return self._needs is None or share is None or share.granted is None or self._needs.of(size).fits(share.granted)
 
-    def _heed_share(self, now: Size) -> None:
+    def _heed_share(self, now: Size, members: Membership) -> None:
         """Start no further trainers where the share has become too small for them: there may never be room."""
         wanted, enough = self._scaling.wanted, max(now.trainers, self._least.trainers)
         if wanted > enough and not self._is_granted(replace(now, trainers=wanted)):
             self._call.say(f"auto: stays at {now}: the pool has no room for {wanted - enough} more")
-            self._scaling.ask(AskScale(enough))
+            self._scaling.ask(AskScale(enough), members)
             self._adviser.withdraw()
 
     def _begin_window(self) -> None:
@@ -188,7 +188,7 @@ class Adjustments:
         if advice.judged is not None:
             self._report(advice.judged)
         if advice.action is not None:
-            self._act(advice.action, now)
+            self._act(advice.action, now, members)
 
     def _report(self, over: Judged) -> None:
         size, gain, paid = over.trial.target, over.verdict.gain, over.verdict.paid
@@ -270,7 +270,7 @@ class Adjustments:
             return None
         return late
 
-    def _act(self, action: Action, now: Size) -> None:
+    def _act(self, action: Action, now: Size, members: Membership) -> None:
         to = action.to if isinstance(action, Resize) else now
         trial, gain, cost = None, None, 0.0
         if isinstance(action, Resize):
@@ -305,13 +305,13 @@ class Adjustments:
         if isinstance(action, Resize) and action.for_memory:
             # What memory needs is never given back.
             self._least_shards = to.shards
-        self._asked = action, self._request(action, now)
+        self._asked = action, self._request(action, now, members)
 
-    def _request(self, action: Action, now: Size) -> Future[Answer]:
+    def _request(self, action: Action, now: Size, members: Membership) -> Future[Answer]:
         """Make the request that a user would make. Returns its answer, also if it is refused."""
         answered: Future[Answer] = Future()
         try:
-            given = self._asked_for(action, now)
+            given = self._asked_for(action, now, members)
         except ForeloadError as error:
             given = Refused(str(error))
         if isinstance(given, Future):
@@ -319,7 +319,7 @@ class Adjustments:
         answered.set_result(given)
         return answered
 
-    def _asked_for(self, action: Action, now: Size) -> Answer | Future[Answer]:
+    def _asked_for(self, action: Action, now: Size, members: Membership) -> Answer | Future[Answer]:
         shards, own = self._shards, self._shards.own
         if isinstance(action, MoveShard):
             self._slow_servers.add(shards.plain_urls[action.shard])
@@ -327,10 +327,9 @@ class Adjustments:
             return self._moves.want(AskMove("move", str(action.shard), urls), hurried=self._waits)
         if isinstance(action, ReplaceTrainer):
             self._replaced = max(self._replaced, action.trainer)
-            self._scaling.replace(action.trainer)
-            return ScaleBegun(0, now.trainers, now.trainers)
+            return self._scaling.ask(AskScale(None, action.trainer), members)
         if action.to.trainers != now.trainers:
-            return self._scaling.ask(AskScale(action.to.trainers))
+            return self._scaling.ask(AskScale(action.to.trainers), members)
         further = action.to.shards - now.shards
         if further > 0:
             urls = (own.word,) * further if own is not None else self._take_spares(further)

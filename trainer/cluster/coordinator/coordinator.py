@@ -411,7 +411,7 @@ class Coordinator:
             case AskRowCounts():
                 return self._run_requests.row_counts() if self._training else RowCountsAnswer(())
             case AskScale():
-                return self.scaling.ask(request)
+                return self.scaling.ask(request, self.members)
             case AskScaled():
                 return self.scaling.progress(request)
             case AskCheckpoint():

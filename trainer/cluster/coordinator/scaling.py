@@ -183,13 +183,22 @@ class Scaling:
         self._failed: str | None = None
         self._progress = (0, ScaleProgress(trainers, trainers, 0, 0, True))
 
-    def ask(self, request: AskScale) -> ScaleBegun | Refused:
-        """Set the number of trainers to have from now on."""
-        trainers = request.trainers
+    def ask(self, request: AskScale, members: Membership) -> ScaleBegun | Refused:
+        """Set the number of trainers to have from now on, or have a trainer replaced."""
+        trainers, replaced = self._wanted if request.trainers is None else request.trainers, request.replaces
         if not 1 <= trainers <= self._lanes:
             return Refused(
                 f"the number of trainers must be 1 to the schedule's lanes, {self._lanes}; got {trainers}; prepare with more --lanes"
             )
+        if replaced is not None:
+            if replaced not in self._staying(members):
+                staying = ", ".join(map(str, sorted(self._staying(members))))
+                return Refused(f"trainer {replaced} does not train, or is leaving; the trainers are {staying}")
+            if replaced in self._call.guests:
+                return Refused(
+                    f"trainer {replaced} is on another host: start one in its place with `foreload join`, then send it SIGTERM"
+                )
+            self.replace(replaced)
         before, self._wanted, self._failed, self._fruitless = self._wanted, trainers, None, 0
         self._offered.clear()
         self._asked += 1
@@ -263,7 +272,7 @@ class Scaling:
         return True
 
     def replace(self, trainer: int) -> None:
-        """Have a trainer leave, since its machine is about to be taken away. Another one takes its place."""
+        """Have a trainer leave. Another one is started in its place."""
         self._leaving.add(trainer)
 
     def lost(self, trainer: int) -> None:
@@ -307,7 +316,7 @@ class Scaling:
         members.change = Change(joining, tuple(sorted(self._leaving)) if joining or self._staying(members) else ())
         if self._rebalancing is not None:
             self._rebalancing.poll(members)
-        done = members.is_stable and not self._starting and len(there) == self._wanted
+        done = members.is_stable and not self._starting and not self._leaving and len(there) == self._wanted
         progress = ScaleProgress(len(there), self._wanted, len(self._starting), members.lanes_to_move, done, self._failed)
         self._progress = self._asked, progress
 

@@ -295,11 +295,17 @@ class AskRowCounts(Asks[RowCountsAnswer]):
 
 @dataclass(frozen=True, slots=True)
 class AskScale(Asks[ScaleBegun]):
-    """Request that the run trains with `trainers` trainers from now on."""
+    """Request another number of trainers, or another trainer in the place of one.
+
+    Attributes:
+        trainers: How many there are to be from now on. If None, as many as before.
+        replaces: The number of the trainer whose place another one takes, or None.
+    """
 
     do = "scale"
     answer = ScaleBegun
-    trainers: int
+    trainers: int | None
+    replaces: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,7 @@ class TrainSettings(TypedDict, total=False):
     peer_timeout: float | None
     rebalance: bool
     auto: bool | Literal["dry-run"]
+    auto_may: Literal["threads"] | None
     pool: str | None
     deadline: int | str | None
     budget: float | None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from command_line import Command, error_of, run_here
 from delay_proxy import delayed
@@ -14,6 +16,7 @@ from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.trainer.commands.warm_start import started
+from foreload.trainer.run import history
 from foreload.trainer.run.event_log import read_events
 
 SLEEPING_MODEL = """
@@ -106,32 +109,70 @@ def test_a_dry_run_says_what_it_would_change_and_changes_nothing(tmp_path: Path,
     assert summary(run)["trainers"] == 1
 
 
+def with_halved_times(path: Path, other: Path) -> None:
+    """Copy a history, as if every step had taken 40 ms divided by the threads of all trainers, whatever else this machine did."""
+    for profile in history.read(path):
+        threads = int(profile.settings["trainers"]) * int(profile.settings["threads"])
+        steps = {name: np.zeros_like(of) if name.startswith("ms") else of for name, of in profile.steps.items()}
+        steps |= {"ms": steps["ms"] + 40 / threads, "ms_thread": steps["ms"] + 38 / threads, "ms_processor": steps["ms"] + 1.0}
+        processes = [{**one, "processor_seconds": 0.001} for one in profile.processes]
+        history.add(other, replace(profile, steps=steps, processes=processes))
+
+
 def test_a_job_begins_as_its_like_were_fastest(tmp_path: Path) -> None:
-    """Two trainers take half as long as one; nothing but the schedule and the pool is given."""
+    """Two trainers took half as long as one; nothing but the schedule and the pool is given."""
     schedule = synthetic_schedule(tmp_path, 12_000, lanes=4)
-    history, model = ("--history", tmp_path / "history"), sleeping(tmp_path, 0.0003)
+    measured = tmp_path / "measured"
     pool = ("--auto", "--pool", "cores=2,stores=2")
 
-    def job(run: str, *further: object) -> list[str]:
-        return [str(word) for word in (*arguments(schedule, tmp_path / run), *model, *history, *further)]
+    def job(run: str, history: Path, *further: object) -> list[str]:
+        return [str(word) for word in (*arguments(schedule, tmp_path / run), "--history", history, *further)]
 
-    status, _, err = run_here(*job("first", *pool, "--digest"))
+    status, _, err = run_here(*job("first", measured, *pool, "--digest"))
     assert status == 0, err
     assert "auto: begins with 1 trainer, local:1: the history has no profile of a job like this one" in err
-    status, _, err = run_here(*job("second", "--store", "local:1", "--trainers", "2"))
+    status, _, err = run_here(*job("second", measured, "--store", "local:1", "--trainers", "2"))
     assert status == 0, err
     for run, further, begins in (
         ("third", (), "2 trainers"),
         ("fourth", ("--budget", "0.0001"), "1 trainer"),
         ("fifth", ("--trainers", "1"), "1 trainer"),
+        # Threads that no profile has are not chosen.
+        ("sixth", ("--auto-may", "threads"), "2 trainers"),
     ):
-        status, _, err = run_here(*job(run, *pool, "--digest", *further))
+        known = tmp_path / f"history-{run}"
+        with_halved_times(measured, known)
+        status, _, err = run_here(*job(run, known, *pool, "--digest", *further))
         assert status == 0, err
         assert f"auto: begins with {begins}, local:1: " in err
         assert "as predicted from " in err
         assert summary(tmp_path / run)["digest"] == summary(tmp_path / "first")["digest"]
         began, *_ = read_events(tmp_path / run)
         assert began["trainers"] == int(begins[0])
+
+
+def test_threads_and_more_lanes_are_chosen_and_advised_only_where_that_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the history, one trainer of two threads is the fastest."""
+    schedule = synthetic_schedule(tmp_path, 12_000, lanes=1, slots=1800)
+    measured, known = tmp_path / "measured", tmp_path / "history"
+    values = {"schedule": str(schedule), "run": str(tmp_path / "run"), "auto": True, "dim": 4, "pool": "cores=2,stores=1"}
+    assert "trainers" not in started({**values, "history": str(known)})
+    assert "prepare with --lanes 2 to let --auto use all" in capsys.readouterr().err
+    for threads in ("1", "2"):
+        words = arguments(schedule, tmp_path / threads, "--threads", threads, "--store", "local:1", "--history", str(measured))
+        status, _, err = run_here(*map(str, words))
+        assert status == 0, err
+    with_halved_times(measured, known)
+    values |= {"history": str(known), "lr": 0.05, "model_options": {"bottom": "8-4", "top": "8-1"}, "dense_ema": 0.9}
+    capsys.readouterr()
+    assert "threads" not in started(values)
+    assert "auto: begins with 1 trainer, local:1: " in capsys.readouterr().err
+    assert started(values | {"auto_may": "threads"})["threads"] == 2
+    assert "auto: begins with 1 trainer of 2 threads, local:1: " in capsys.readouterr().err
+    assert started(values | {"auto_may": "threads", "pool": "cores=1,stores=1"})["threads"] == 1
+    assert started(values | {"auto_may": "threads", "threads": 1})["threads"] == 1
 
 
 @pytest.mark.parametrize(

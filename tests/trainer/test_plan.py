@@ -29,7 +29,7 @@ POOL = "cores=2,memory=64GiB,stores=3"
 
 def choice(seconds: float, cores: float, slots: int = 100, prepared: bool = True) -> Choice:
     """A choice that costs cores * seconds / 3600 core hours, with no memory."""
-    return Choice(1, 1, "off", 1, slots, prepared, seconds, seconds / 1.1, seconds * 1.1, 1.0, cores, 0, 0)
+    return Choice(1, 1, 1, "off", 1, slots, prepared, seconds, seconds / 1.1, seconds * 1.1, 1.0, cores, 0, 0)
 
 
 def test_the_front_is_what_no_other_choice_beats_in_both() -> None:

@@ -188,7 +188,8 @@ def predicted_choices(
             further = np.maximum(predicted.processor - predicted.thread / setup.share, 0.0)
             busy = setup.trainers * setup.threads + float(further @ steps) / max(float(predicted.total @ steps), 1e-9)
             choices.append(Choice(
-                setup.trainers, setup.shards, str(Parity(setup.k, setup.r)), setup.copies, counts.slots, counts.slots == max(schedule.slots),
+                setup.trainers, setup.threads, setup.shards, str(Parity(setup.k, setup.r)), setup.copies,
+                counts.slots, counts.slots == max(schedule.slots),
                 total, low, high, 1000 * total / max(counts.steps, 1), min(busy, setup.cores),
                 memory.trainer_bytes(setup, counts), memory.store_bytes(setup),
             ))  # fmt: skip

@@ -2,7 +2,7 @@
 
 They are chosen by the profiles of like jobs in the history, as `foreload plan` chooses, but without
 short runs, and with the schedule's own slots. What the user gives is not chosen, and neither is
-anything that the bits of the model depend on.
+anything that the bits of the model depend on, unless --auto-may names it.
 """
 
 from __future__ import annotations
@@ -42,28 +42,46 @@ def started(values: Mapping[str, Any]) -> dict[str, Any]:
     # Trainers on other hosts cannot reach local servers.
     own_store = not given.get("store") and not given.get("coordinator")
     own_trainers = "trainers" not in given
+    own_threads = given.get("auto_may") == "threads" and "threads" not in given
     if own_store:
         # The parity of a run is never changed, so it is not switched on by the number of shards.
         given.setdefault("parity", "off")
         parity = Parity.parse("--parity", given["parity"])
         given["store"] = f"{'engine' if given.get('engine') == 'ray' else 'local'}:{sum(parity)}"
     job = TrainJob.of(given)
-    if not (own_store or own_trainers) or not job.store.local or job.is_over_hosts or under_scheduler() or job.follow:
+    if (
+        not (own_store or own_trainers or own_threads)
+        or not job.store.local
+        or job.is_over_hosts
+        or under_scheduler()
+        or job.follow
+    ):
         return given
     try:
-        chosen, reason = _choice(job, own_store, own_trainers)
+        chosen, reason = _choice(job, own_store, own_trainers, own_threads)
     except (PlanError, HistoryError) as error:
-        sys.stderr.write(f"auto: begins with {_size(job.trainers, job.store.local)}: {error}\n")
+        sys.stderr.write(f"auto: begins with {_size(job.trainers, job.store.local, job.threads)}: {error}\n")
         return given
-    sys.stderr.write(f"auto: begins with {_size(chosen.trainers, chosen.shards)}: {reason}\n")
-    return given | {"trainers": chosen.trainers, "store": str(Servers(chosen.shards))}
+    sys.stderr.write(f"auto: begins with {_size(chosen.trainers, chosen.shards, chosen.threads)}: {reason}\n")
+    threads = {"threads": chosen.threads} if own_threads else {}
+    return given | threads | {"trainers": chosen.trainers, "store": str(Servers(chosen.shards))}
 
 
-def _size(trainers: int, shards: int | None) -> str:
-    return f"{trainers} trainer{'s' * (trainers != 1)}, local:{shards}"
+def _size(trainers: int, shards: int | None, threads: int) -> str:
+    of = "" if threads == 1 else f" of {threads} threads"
+    return f"{trainers} trainer{'s' * (trainers != 1)}{of}, local:{shards}"
 
 
-def _choice(job: TrainJob, own_store: bool, own_trainers: bool) -> tuple[Choice, str]:
+def _advise(job: TrainJob, lanes: int, most: int) -> None:
+    """Say so if the schedule has too few lanes for all cores."""
+    if lanes * job.threads * 2 <= most:
+        sys.stderr.write(
+            f"auto: the schedule's {lanes} lane{'s' * (lanes != 1)} can keep {lanes * job.threads} of {most} cores busy; "
+            f"prepare with --lanes {most // job.threads} to let --auto use all (other lanes are another model)\n"
+        )
+
+
+def _choice(job: TrainJob, own_store: bool, own_trainers: bool, own_threads: bool) -> tuple[Choice, str]:
     """Return the choice and the reason.
 
     Raises:
@@ -78,18 +96,25 @@ def _choice(job: TrainJob, own_store: bool, own_trainers: bool) -> tuple[Choice,
     schedule = Schedule(job.schedule)
     model = DenseModel.build(replace(job, device="cpu"), schedule)
     settings, path, here = settings_of_job(job, schedule, model), history.history_path(job.history), machine()
+    pool = plan.Pool.of(job.pool or Pool())
+    _advise(job, settings["lanes"], pool.cores)
     profiles = [one for one in ([] if path is None else history.read(path)) if plan.is_usable(one, settings, here)]
     if not profiles:
         raise PlanError("the history has no profile of a job like this one")
-    pool, shards = plan.Pool.of(job.pool or Pool()), job.store.local
+    shards = job.store.local
     assert shards is not None
     parity = job.code(shards)
     # How trainers share a machine is hard to predict, so only numbers that were tried are chosen.
-    tried = {int(one.settings["trainers"]) for one in profiles}
+    tried = {(int(one.settings["trainers"]), int(one.settings["threads"])) for one in profiles}
     setups = [
         one
-        for one in plan.setups_of(replace(job, parity=parity), settings, replace(pool, stores=max(pool.stores, shards)))
-        if (one.trainers in tried if own_trainers else one.trainers == job.trainers) and (own_store or one.shards == shards)
+        for threads in (sorted({threads for _, threads in tried if threads <= pool.cores}) if own_threads else [job.threads])
+        for one in plan.setups_of(
+            replace(job, parity=parity, threads=threads), settings, replace(pool, stores=max(pool.stores, shards))
+        )
+        if ((one.trainers, threads) in tried or not (own_trainers or own_threads))
+        and (own_trainers or one.trainers == job.trainers)
+        and (own_store or one.shards == shards)
     ]
     if not setups:
         raise PlanError("the history has no profile of a job like this one with so many trainers as the pool has cores for")

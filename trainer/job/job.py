@@ -100,7 +100,9 @@ def _check_hosts(job: TrainJob) -> None:
 
 def _check_auto(job: TrainJob) -> None:
     if not job.auto:
-        for flag, value in (("--pool", job.pool), ("--deadline", job.deadline), ("--budget", job.budget)):
+        for flag, value in (
+            ("--auto-may", job.auto_may), ("--pool", job.pool), ("--deadline", job.deadline), ("--budget", job.budget)
+        ):  # fmt: skip
             if value is not None:
                 raise SettingError(f"{flag}: is for --auto; give that, too, or leave it out")
         return
@@ -364,6 +366,10 @@ class TrainJob:
         False, switch_or(DRY_RUN), "choose the numbers of trainers and store shards, and change them during training whenever that pays; a shard is "
         "added before one is full, a slow one is replaced", _WHERE, form="switch", stated=False,
         words={DRY_RUN: "only say what would be changed"},
+    )  # fmt: skip
+    auto_may: Literal["threads"] | None = setting(
+        None, choice("threads"), "with --auto: what else a new run's beginning may choose, though the bits of the model depend on it: the threads of "
+        "a trainer, as profiles of the history have tried them", _WHERE, stated=False,
     )  # fmt: skip
     pool: Pool | None = setting(
         None, Pool.parse, "with --auto: the resources that it may use; by default this machine's, or the job's share of a Ray cluster by "

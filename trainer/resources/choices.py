@@ -19,6 +19,7 @@ class Choice:
 
     Attributes:
         trainers: the number of trainers.
+        threads: the number of threads of each trainer.
         shards: the number of store shards.
         parity: "off" or K+R.
         copies: the number of trainers that hold each lane.
@@ -34,6 +35,7 @@ class Choice:
     """
 
     trainers: int
+    threads: int
     shards: int
     parity: str
     copies: int

@@ -48,7 +48,7 @@ class CudaSpec:
     lr: float
     dense_lr: float
     dense_width: int
-    model: dict[str, str]
+    model: dict[str, Any]
     seed: int
 
 

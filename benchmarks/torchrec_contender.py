@@ -15,6 +15,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -54,7 +55,7 @@ class RankSpec:
     lr: float
     dense_lr: float
     dense_width: int
-    model: dict[str, str]
+    model: dict[str, Any]
     seed: int
 
 

@@ -245,6 +245,8 @@ def test_products_of_embeddings_need_one_dimension(name: str) -> None:
         ("dcn", {"layers": 2.5}, "must be an integer; got 2.5"),
         ("dcn", {"rank": "99"}, "rank must be 0"),
         ("deepfm", {"dropout": "1"}, "dropout: must be at least 0 and below 1"),
+        ("dlrm", {"init_std": "-1"}, "dlrm: init_std must be a finite number of at least 0; got -1"),
+        ("mmoe", {"init_std": "inf"}, "mmoe: init_std must be a finite number of at least 0; got inf"),
         ("deepfm", {"dropout": "much"}, "must be a number; got 'much'"),
         ("shared_bottom", {"bottom": "8-x"}, "shared_bottom: bottom: must be layer sizes"),
         ("shared_bottom", {"dropout": "1"}, "shared_bottom: dropout: must be at least 0 and below 1"),
@@ -362,3 +364,17 @@ def test_training_a_model_that_ignores_features_warns_once(clicks: Clicks, tmp_p
 @pytest.mark.parametrize("name", MODELS)
 def test_the_columns_of_rows_are_known_without_the_class(name: str) -> None:
     assert further_columns_of(name, "") == further_columns(load_model(name))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_linear_layers_begin_with_the_deviation_that_is_given(name: str) -> None:
+    layers = [
+        layer
+        for layer in build_model(load_model(name), spec_of(), {"init_std": "0.01"}, 1).modules()
+        if isinstance(layer, nn.Linear)
+    ]
+    weights = torch.cat([layer.weight.detach().flatten() for layer in layers])
+    assert len(weights) > 1000
+    assert abs(weights.mean()) < 0.001
+    assert 0.009 < weights.std() < 0.011
+    assert all(not layer.bias.any() for layer in layers if layer.bias is not None)

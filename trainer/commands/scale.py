@@ -13,7 +13,7 @@ from pathlib import Path
 from foreload.trainer.cluster.messages.control import AskScale, AskScaled, Refused, ScaleProgress, ask
 from foreload.trainer.errors import RunError
 
-_PAUSE = timedelta(milliseconds=200)  # between two polls of the progress
+_PAUSE = timedelta(milliseconds=50)  # between two polls of the progress
 
 
 def run(folder: str | Path, change: AskScale, wait: bool, log: Callable[[str], None]) -> None:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from foreload.base.errors import ForeloadError, SettingError
 from foreload.pipelines.schedule.reader import Schedule
-from foreload.trainer.cluster.messages.control import AskMove, AskScale, AskScaled, Refused, ask, training_status
+from foreload.trainer.cluster.messages.control import AskMove, AskScale, Refused, ask, training_status
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
+from foreload.trainer.commands import scale
 from foreload.trainer.commands.drill import Drill, Picture, finite, milliseconds
 from foreload.trainer.errors import after_step
 from foreload.trainer.job.job import TrainJob
@@ -151,26 +152,19 @@ class ScaleDrill(Drill):
             The reason if it failed, None if it is done.
 
         Raises:
-            RunError: the launcher does not answer in time.
-            MessageError: its answer is malformed.
+            RunError: the trainers could not be changed.
+            MessageError: the run's answer is malformed.
         """
         if change.word != _REPLACE and not change.word.isdigit():
             return self._change_shards(change.word)
-        run = Path(self.job.run)
-        status = training_status(run)
-        if status is None:
-            return "training had ended"
-        to = AskScale(None, min(status.members)) if change.word == _REPLACE else AskScale(change.trainers)
-        begun = ask(run, to)
-        if begun is None or isinstance(begun, Refused):
-            return "training had ended" if begun is None else begun.error
-        while True:
-            progress = ask(run, AskScaled(begun.number))
-            if progress is None or isinstance(progress, Refused):
-                return "training had ended" if progress is None else progress.error
-            if progress.failed is not None or progress.done:
-                return progress.failed
-            time.sleep(_PAUSE.total_seconds())
+        wanted = AskScale(change.trainers)
+        if change.word == _REPLACE:
+            status = training_status(Path(self.job.run))
+            if status is None:
+                return "training had ended"
+            wanted = AskScale(None, min(status.members))
+        scale.run(self.job.run, wanted, wait=True, log=lambda _line: None)
+        return None
 
     def _change_shards(self, word: str) -> str | None:
         """Move a shard, or add or remove shards, one after the other, and wait; as `_failure`."""

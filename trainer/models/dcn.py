@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.spec import (
     ModelSpec,
+    draw_weights,
     flattened,
     fraction,
     mlp,
@@ -32,10 +33,19 @@ class DCN(nn.Module):
         rank: the rank of their matrices. 0 means full matrices.
         deep: the sizes of the MLP's layers.
         dropout: the dropout probability between the layers of the MLP.
+        init_std: the standard deviation of the linear layers' weights, with biases of zero. If 0,
+            they begin as PyTorch's do.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, layers: int = 2, rank: int = 0, deep: str | Sequence[int] = "128-64", dropout: float = 0.0
+        self,
+        spec: ModelSpec,
+        *,
+        layers: int = 2,
+        rank: int = 0,
+        deep: str | Sequence[int] = "128-64",
+        dropout: float = 0.0,
+        init_std: float = 0.0,
     ) -> None:
         super().__init__()
         spec.one_output("dcn")
@@ -49,6 +59,7 @@ class DCN(nn.Module):
         self.cross = nn.ModuleList(_cross(width, rank) for _ in range(layers))
         self.deep = mlp(width, hidden, last_relu=True, dropout=fraction("dcn: dropout", dropout))
         self.last = nn.Linear(width + (hidden[-1] if hidden else 0), 1)
+        draw_weights(self, "dcn", init_std)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [b].

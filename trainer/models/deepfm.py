@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from foreload.trainer.models.built_in import LINEAR
 from foreload.trainer.models.spec import (
     ModelSpec,
+    draw_weights,
     fraction,
     mlp,
     single_columns,
@@ -31,11 +32,15 @@ class DeepFM(nn.Module):
         spec: the inputs. All features must have the same dimension.
         deep: the sizes of the MLP's hidden layers.
         dropout: the dropout probability between the hidden layers.
+        init_std: the standard deviation of the linear layers' weights, with biases of zero. If 0,
+            they begin as PyTorch's do.
     """
 
     further_columns: ClassVar[dict[str, int]] = LINEAR
 
-    def __init__(self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0, init_std: float = 0.0
+    ) -> None:
         super().__init__()
         spec.one_output("deepfm")
         self.spec = spec
@@ -44,6 +49,7 @@ class DeepFM(nn.Module):
         self.first = nn.Linear(spec.dense_width, 1) if spec.dense_width else None
         inputs = spec.dense_width + len(spec.features) * dimension
         self.deep = mlp(inputs, (*hidden, 1), last_relu=False, dropout=fraction("deepfm: dropout", dropout))
+        draw_weights(self, "deepfm", init_std)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [b].

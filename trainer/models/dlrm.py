@@ -28,6 +28,7 @@ from foreload.base.intrinsics import copy
 from foreload.trainer.errors import ModelError
 from foreload.trainer.models.spec import (
     ModelSpec,
+    draw_weights,
     mlp,
     sizes,
     stacked,
@@ -349,6 +350,8 @@ class DLRM(nn.Module):
             64-D.
         top: the sizes of the MLP on the output of the bottom MLP and the dot products. The last
             size must be 1.
+        init_std: the standard deviation of the linear layers' weights, with biases of zero. If 0,
+            they begin as PyTorch's do.
 
     Attributes:
         pairs: a buffer, int64 [n*(n-1)/2], as `with_pairwise_dots` takes it. n is the number of
@@ -359,7 +362,9 @@ class DLRM(nn.Module):
     pairs: Tensor
     places: Tensor
 
-    def __init__(self, spec: ModelSpec, *, bottom: str | Sequence[int] = "", top: str | Sequence[int] = "64-32-1") -> None:
+    def __init__(
+        self, spec: ModelSpec, *, bottom: str | Sequence[int] = "", top: str | Sequence[int] = "64-32-1", init_std: float = 0.0
+    ) -> None:
         super().__init__()
         spec.one_output("dlrm")
         self.spec = spec
@@ -384,6 +389,7 @@ class DLRM(nn.Module):
         self.register_buffer("places", places.flatten(), persistent=False)
         self.bottom = mlp(spec.dense_width, bottom_sizes, last_relu=True) if spec.dense_width else None
         self.top = mlp(len(rows) + (dimension if spec.dense_width else 0), top_sizes, last_relu=False)
+        draw_weights(self, "dlrm", init_std)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [b].

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from foreload.trainer.errors import ModelError
-from foreload.trainer.models.spec import ModelSpec, flattened, fraction, mlp, sizes
+from foreload.trainer.models.spec import ModelSpec, draw_weights, flattened, fraction, mlp, sizes
 
 
 class Towers(nn.Module):
@@ -45,6 +45,8 @@ class MMoE(nn.Module):
         expert: the sizes of each expert's layers.
         tower: the sizes of the hidden layers of each label's tower.
         dropout: the dropout probability between the layers of experts and towers.
+        init_std: the standard deviation of the linear layers' weights, with biases of zero. If 0,
+            they begin as PyTorch's do.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class MMoE(nn.Module):
         expert: str | Sequence[int] = "64-32",
         tower: str | Sequence[int] = "16",
         dropout: float = 0.0,
+        init_std: float = 0.0,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -68,6 +71,7 @@ class MMoE(nn.Module):
         self.experts = nn.ModuleList(mlp(inputs, widths, last_relu=True, dropout=share) for _ in range(experts))
         self.gates = nn.ModuleList(nn.Linear(inputs, experts, bias=False) for _ in spec.labels)
         self.towers = Towers(spec, widths[-1], own, share)
+        draw_weights(self, "mmoe", init_std)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the outputs [b, labels], or [b] if there is one label.
@@ -90,10 +94,18 @@ class SharedBottom(nn.Module):
         bottom: the sizes of the layers that the labels share.
         tower: the sizes of the hidden layers of each label's tower.
         dropout: the dropout probability between all of these layers.
+        init_std: the standard deviation of the linear layers' weights, with biases of zero. If 0,
+            they begin as PyTorch's do.
     """
 
     def __init__(
-        self, spec: ModelSpec, *, bottom: str | Sequence[int] = "128-64", tower: str | Sequence[int] = "32", dropout: float = 0.0
+        self,
+        spec: ModelSpec,
+        *,
+        bottom: str | Sequence[int] = "128-64",
+        tower: str | Sequence[int] = "32",
+        dropout: float = 0.0,
+        init_std: float = 0.0,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -102,6 +114,7 @@ class SharedBottom(nn.Module):
         width = spec.dense_width + spec.width
         self.bottom = mlp(width, shared, last_relu=True, dropout=share)
         self.towers = Towers(spec, (width, *shared)[-1], own, share)
+        draw_weights(self, "shared_bottom", init_std)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the outputs [b, labels], or [b] if there is one label.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -219,3 +220,22 @@ def mlp(inputs: int, widths: Sequence[int], last_relu: bool, dropout: float = 0.
                 layers.append(nn.Dropout(dropout))
         inputs = width
     return nn.Sequential(*layers)
+
+
+def draw_weights(model: nn.Module, of: str, std: float) -> None:
+    """Draw the weights of a model's linear layers from a normal distribution, with biases of zero.
+
+    Args:
+        of: the name of the model, for the error.
+        std: the standard deviation. If 0, the layers stay as PyTorch begins them.
+
+    Raises:
+        ModelError: the deviation is negative or not finite.
+    """
+    if not 0 <= std < math.inf:
+        raise ModelError(f"{of}: init_std must be a finite number of at least 0; got {std:g}")
+    for layer in model.modules() if std else ():
+        if isinstance(layer, nn.Linear):
+            nn.init.normal_(layer.weight, std=std)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)

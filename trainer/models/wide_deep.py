@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from foreload.trainer.models.built_in import LINEAR
 from foreload.trainer.models.spec import (
     ModelSpec,
+    draw_weights,
     flattened,
     fraction,
     mlp,
@@ -27,11 +28,15 @@ class WideDeep(nn.Module):
     Args:
         deep: the sizes of the MLP's hidden layers.
         dropout: the dropout probability between the hidden layers.
+        init_std: the standard deviation of the linear layers' weights, with biases of zero. If 0,
+            they begin as PyTorch's do.
     """
 
     further_columns: ClassVar[dict[str, int]] = LINEAR
 
-    def __init__(self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0) -> None:
+    def __init__(
+        self, spec: ModelSpec, *, deep: str | Sequence[int] = "128-64", dropout: float = 0.0, init_std: float = 0.0
+    ) -> None:
         super().__init__()
         spec.one_output("wide_deep")
         self.spec = spec
@@ -40,6 +45,7 @@ class WideDeep(nn.Module):
         self.deep = mlp(
             spec.dense_width + spec.width, (*hidden, 1), last_relu=False, dropout=fraction("wide_deep: dropout", dropout)
         )
+        draw_weights(self, "wide_deep", init_std)
 
     def forward(self, dense: Tensor, embeddings: Mapping[str, Tensor]) -> Tensor:
         """Return the logits [b].

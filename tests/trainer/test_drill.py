@@ -229,7 +229,8 @@ def test_what_trainers_cannot_be_drilled_is_refused_in_one_line_before_anything_
     assert not (tmp_path / "run").exists()
 
 
-FORM = "--to: must be a number of trainers, and then more of them, numbers of store shards as 4s, shards that move as move-0, or replace, separated by"
+WORDS = "numbers of store shards as 4s, shards that move as move-0, or replace"
+FORM = f"--to: must be a number of trainers, and then more of them, {WORDS}, separated by"
 
 
 @pytest.mark.parametrize(

@@ -236,16 +236,19 @@ class Infliction:
         return f"exit {command.end()} {command.last_line}"
 
     def _scale(self) -> str:
-        """Another number of trainers; every other time the next faults meet it while that is under way."""
-        further = ("--no-wait",) if self.fault.target % 8 < 4 else ()
-        return self._beside("scale", self.run.path, 1 + self.fault.target % 4, *further)
+        """Another number of trainers."""
+        return self._change_trainers(1 + self.fault.target % 4)
 
     def _replace(self) -> str:
         """Another trainer in the place of one."""
         status = self.run.training()
         trainer = status.members[self.fault.target % len(status.members)] if status is not None else 0
+        return self._change_trainers("--replace", trainer)
+
+    def _change_trainers(self, *change: object) -> str:
+        """Every other time the next faults meet it while that is under way."""
         further = ("--no-wait",) if self.fault.target % 8 < 4 else ()
-        return self._beside("scale", self.run.path, "--replace", trainer, *further)
+        return self._beside("scale", self.run.path, *change, *further)
 
     def _status(self) -> str:
         return self._beside("stores", "status", self.run.path)

@@ -191,9 +191,11 @@ class Scaling:
                 f"the number of trainers must be 1 to the schedule's lanes, {self._lanes}; got {trainers}; prepare with more --lanes"
             )
         if replaced is not None:
-            if replaced not in self._staying(members):
-                staying = ", ".join(map(str, sorted(self._staying(members))))
-                return Refused(f"trainer {replaced} does not train, or is leaving; the trainers are {staying}")
+            staying = self._staying(members)
+            if replaced not in staying:
+                return Refused(
+                    f"trainer {replaced} does not train, or is leaving; the trainers are {', '.join(map(str, sorted(staying)))}"
+                )
             if replaced in self._call.guests:
                 return Refused(
                     f"trainer {replaced} is on another host: start one in its place with `foreload join`, then send it SIGTERM"

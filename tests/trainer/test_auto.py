@@ -159,7 +159,10 @@ def test_threads_and_more_lanes_are_chosen_and_advised_only_where_that_is_allowe
     measured, known = tmp_path / "measured", tmp_path / "history"
     values = {"schedule": str(schedule), "run": str(tmp_path / "run"), "auto": True, "dim": 4, "pool": "cores=2,stores=1"}
     assert "trainers" not in started({**values, "history": str(known)})
-    assert "prepare with --lanes 2 to let --auto use all" in capsys.readouterr().err
+    assert "can keep 1 of 2 cores busy; prepare with --lanes 2 to let --auto use 2 (other" in capsys.readouterr().err
+    # No schedule has more lanes than 64.
+    started({**values, "history": str(known), "pool": "cores=200,stores=1", "threads": 2})
+    assert "can keep 2 of 200 cores busy; prepare with --lanes 64 to let --auto use 128 (other" in capsys.readouterr().err
     for threads in ("1", "2"):
         words = arguments(schedule, tmp_path / threads, "--threads", threads, "--store", "local:1", "--history", str(measured))
         status, _, err = run_here(*map(str, words))

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.job_shape import machine, settings_of_job
 from foreload.trainer.compute import numerics
@@ -73,11 +74,12 @@ def _size(trainers: int, shards: int | None, threads: int) -> str:
 
 
 def _advise(job: TrainJob, lanes: int, most: int) -> None:
-    """Say so if the schedule has too few lanes for all cores."""
-    if lanes * job.threads * 2 <= most:
+    """Say so if a schedule with more lanes could keep twice as many cores busy, or more."""
+    more = min(most // job.threads, MOST_LANES)
+    if more >= 2 * lanes:
         sys.stderr.write(
             f"auto: the schedule's {lanes} lane{'s' * (lanes != 1)} can keep {lanes * job.threads} of {most} cores busy; "
-            f"prepare with --lanes {most // job.threads} to let --auto use all (other lanes are another model)\n"
+            f"prepare with --lanes {more} to let --auto use {more * job.threads} (other lanes are another model)\n"
         )
 
 

@@ -19,7 +19,9 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("harness", "servers"))]
@@ -30,7 +32,7 @@ numerics.set_environment()
 import ray  # noqa: E402
 from command_line import Command, wait_until  # noqa: E402
 from held import HeldRun, Hold, holding  # noqa: E402
-from ray_nodes import RayNodes, actors, connected_nodes, nodes_of, pid_of  # noqa: E402
+from ray_nodes import RayNodes, actors_by_name, connected_nodes, nodes_of, pid_of  # noqa: E402
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed  # noqa: E402
 
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
@@ -63,10 +65,10 @@ class Episode:
         kinds: dict[str, Callable[[], None]] = {
             "node": self._node,
             "node that drains": self._drain,
-            "trainer": lambda: os.kill(pid_of(self._path, self._one("trainer")), signal.SIGKILL),
-            "trainer's actor": lambda: ray.kill(actors(self._path)[self._one("trainer")]),
-            "server": lambda: os.kill(pid_of(self._path, self._one("server")), signal.SIGKILL),
-            "server's actor": lambda: ray.kill(actors(self._path)[self._one("server")]),
+            "trainer": partial(self._kill_process, "trainer"),
+            "trainer's actor": lambda: ray.kill(self._one("trainer")[1]),
+            "server": partial(self._kill_process, "server"),
+            "server's actor": lambda: ray.kill(self._one("server")[1]),
             "driver": self._driver,
             "driver stopped, server lost": self._stopped,
         }
@@ -81,19 +83,32 @@ class Episode:
         self._become_whole()
         check_end(self._job, digest, TRAINERS)
 
-    def _one(self, kind: str) -> str:
-        """The name of an actor that the run uses."""
-        named = [name for name in nodes_of(self._path) if name.startswith(kind) and "spare" not in name]
+    def _used(self, kind: str) -> dict[str, Any]:
+        """The actors of a kind that the run uses: its trainers, or the servers of its shards, some of which may have been spare ones."""
         if kind == "trainer":
-            named = [name for name in named if name in {f"trainer-{trainer}" for trainer in self._job.status.members}]
-        return self._chance.choice(named)
+            members = tuple(f"trainer-{trainer}-" for trainer in self._job.status.members)
+            return {name: actor for name, actor in actors_by_name(self._path).items() if name.startswith(members)}
+        record = EngineRecord.read(self._path)
+        assert record is not None
+        return {name: actor for name, actor in actors_by_name(self._path).items() if name in record.servers.values()}
+
+    def _one(self, kind: str) -> tuple[str, Any]:
+        """The name and the handle of an actor that the run uses."""
+        return self._chance.choice(sorted(self._used(kind).items(), key=itemgetter(0)))
+
+    def _kill_process(self, kind: str) -> None:
+        os.kill(pid_of(self._path, self._one(kind)[0]), signal.SIGKILL)
+
+    def _places(self) -> dict[str, str]:
+        """The node of each actor that the run uses; a spare server is not among them."""
+        return nodes_of(self._used("trainer") | self._used("server"))
 
     def _nodes(self) -> list[str]:
         """The nodes that may be lost: those with no more of the run than it survives the loss of."""
-        places = [(name, node) for name, node in nodes_of(self._path).items() if "spare" not in name]
-        there = Counter((name.split("-")[0], node) for name, node in places)
+        places = self._places()
+        there = Counter((name.split("-")[0], node) for name, node in places.items())
         return sorted(
-            {node for _, node in places if there["server", node] < 2 and there["trainer", node] < 2} - {self._cluster.head}
+            node for node in {*places.values()} - {self._cluster.head} if there["server", node] < 2 and there["trainer", node] < 2
         )
 
     def _node(self) -> None:
@@ -104,13 +119,9 @@ class Episode:
     def _drain(self) -> None:
         node = self._chance.choice(self._nodes())
         self._cluster.drain(node)
-        wait_until(lambda: node not in self._still_used())
+        wait_until(lambda: node not in self._places().values())
         self._cluster.lose(node)
         self._cluster.restore(NODES)
-
-    def _still_used(self) -> set[str]:
-        """The nodes of what the run uses; a spare server may stay on one that drains."""
-        return {node for name, node in nodes_of(self._path).items() if "spare" not in name}
 
     def _driver(self) -> None:
         self._job.process.kill()
@@ -120,7 +131,7 @@ class Episode:
     def _stopped(self) -> None:
         self._job.interrupt(self._job.waits)
         self._job.stopped()
-        os.kill(pid_of(self._path, self._one("server")), signal.SIGKILL)
+        self._kill_process("server")
         self._job = self._begin("--resume")
 
     def _become_whole(self) -> None:

@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
-from foreload.trainer.adjusting.shares import Choice, Share
-from foreload.trainer.adjusting.size import Size
-from foreload.trainer.cluster.engines.engine import Draining
+from foreload.trainer.cluster.engines.engine import Draining, Engine
 from foreload.trainer.cluster.messages.host_messages import HOST_GONE
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import TrainerStart
@@ -54,7 +52,7 @@ class _NoRendezvous(RendezvousHost):
         pass
 
 
-class TwinEngine:
+class TwinEngine(Engine):
     """An Engine of so many machines. Attributes: as of Engine, and the trainers."""
 
     word = ENGINE
@@ -118,18 +116,6 @@ class TwinEngine:
         self._servers.pop(url, None)
         return self.add(shard)
 
-    def take(self) -> None:
-        """See Engine."""
-
-    needs = None
-
-    def ask_share(self, least: Size, choices: Sequence[Choice]) -> Share | None:
-        """See Engine. No job shares it."""
-        return None
-
-    def check_room(self, server_bytes: int, trainer_bytes: int) -> None:
-        """See Engine."""
-
     def start_servers(self, count: int) -> tuple[str, ...]:
         """See Engine."""
         return tuple(self.add(shard) for shard in range(count))
@@ -138,9 +124,6 @@ class TwinEngine:
         """See Engine."""
         new = {shard: self.add(shard) for shard, url in enumerate(urls) if url in self._ended}
         return tuple(new.get(shard, url) for shard, url in enumerate(urls)), len(new)
-
-    def reserve_trainers(self, trainer_bytes: int) -> None:
-        """See Engine."""
 
     def add(self, shard: int) -> str:
         """See OwnServers."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,8 +96,8 @@ def connected_nodes(count: int) -> Iterator[RayNodes]:
         started.close()
 
 
-def actors(run: Path) -> dict[str, Any]:
-    """The handles of a run's actors by the beginning of their names: "trainer-0", "server-2", "keeper"."""
+def actors_by_name(run: Path) -> dict[str, Any]:
+    """The handles of a run's actors."""
     record = EngineRecord.read(run)
     assert record is not None
     named = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True) if one["namespace"] == record.namespace]
@@ -105,14 +105,22 @@ def actors(run: Path) -> dict[str, Any]:
     for name in named:
         # It may have ended since.
         with contextlib.suppress(ValueError):
-            handles["-".join(name.split("-")[:2])] = ray.get_actor(name, namespace=record.namespace)
+            handles[name] = ray.get_actor(name, namespace=record.namespace)
     return handles
 
 
-def nodes_of(run: Path) -> dict[str, str]:
-    """The node of each of a run's actors that lives."""
+def actors(run: Path) -> dict[str, Any]:
+    """The handles of a run's actors by the beginning of their names: "trainer-0", "server-2", "keeper".
+
+    A server that was a spare one is still "server-spare", whichever shard it has.
+    """
+    return {"-".join(name.split("-")[:2]): actor for name, actor in actors_by_name(run).items()}
+
+
+def nodes_of(actors: Mapping[str, Any]) -> dict[str, str]:
+    """The node of each of these actors that lives."""
     nodes = {}
-    for name, actor in actors(run).items():
+    for name, actor in actors.items():
         if name != "keeper":
             # One that has no place yet does not answer.
             with contextlib.suppress(ray.exceptions.RayError):
@@ -121,11 +129,14 @@ def nodes_of(run: Path) -> dict[str, str]:
 
 
 def pid_of(run: Path, name: str) -> int:
-    """The id of the process that an actor runs: a trainer or a server. An actor that has a place starts it a moment later."""
+    """The id of the process that an actor runs: a trainer or a server. An actor that has a place starts it a moment later.
+
+    name: all of it, or its beginning as in `actors`.
+    """
     pids: list[int | None] = []
 
     def known() -> bool:
-        pids.append(ray.get(actors(run)[name].pid.remote()))
+        pids.append(ray.get((actors(run) | actors_by_name(run))[name].pid.remote()))
         return pids[-1] is not None
 
     wait_until(known)

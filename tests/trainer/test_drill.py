@@ -305,7 +305,7 @@ def test_trainers_join_and_leave_in_a_drill_and_the_model_is_that_of_an_undistur
 
 @pytest.mark.full
 def test_store_shards_come_move_and_go_in_a_drill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    clicks = synthetic_schedule(tmp_path, 16_000 * 16, further="--batch-size 16")
+    clicks = synthetic_schedule(tmp_path, 12_000 * 16, further="--batch-size 16")
     run = tmp_path / "run"
     assert main(["drill", "scale", str(clicks), "--run", str(run), *SMALL, "--to", "1,2,4s,replace,move-0,3s", "--check"]) == 0
     figures = summary(run)["drill"]["changes"]

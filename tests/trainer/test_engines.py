@@ -1,4 +1,7 @@
-"""What every engine does for the coordinator: this machine, a Ray cluster, and one in memory. And what the coordinator does with it."""
+"""What every engine does for the coordinator: this machine, others that join, a Ray cluster, and one in memory.
+
+And what the coordinator does with it.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,17 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import wait_until
+from command_line import Command, free_port, wait_until
 from engine_twin import TwinEngine
 from small_call import small_call
 
+from foreload.base.job_token import new_token, write_token
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
 from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
-from foreload.trainer.cluster.engines.engine import Draining, Engine, LocalEngine
+from foreload.trainer.cluster.engines.engine import Draining, Engine
+from foreload.trainer.cluster.engines.local_engine import JoinedEngine, LocalEngine
 from foreload.trainer.cluster.processes.rendezvous_host import RendezvousHost
 from foreload.trainer.cluster.processes.starting import ChildProcess, OnHost, StartedProcess, TrainerStart
 from foreload.trainer.job.job import TrainJob
@@ -53,6 +58,9 @@ class World(ABC):
     @abstractmethod
     def drain(self, machine: str) -> None:
         """Announce that a machine is about to be taken away."""
+
+    def before_start(self, trainer: int) -> None:
+        """Bring about what the engine needs before it can start a trainer."""
 
     def is_empty(self, url: str) -> bool:
         """Whether a server answers, and has nothing."""
@@ -99,6 +107,35 @@ class Here(World):
         """End the servers."""
         if self._local.stores is not None:
             self._local.stores.discard()
+
+
+class Joined(Here):
+    """This machine, on which `foreload join` offers every trainer."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._place, self._token = f"127.0.0.1:{free_port()}", new_token()
+        write_token(folder / "token", self._token)
+        settings = {
+            "schedule": str(folder),
+            "run": str(folder / "run"),
+            "store": "redis://127.0.0.1:1",
+            "coordinator": self._place,
+        }
+        job = TrainJob.of(settings | {"trainers": 1, "token_file": str(folder / "token")})
+        self.engine = self._local = JoinedEngine(ChildProcess, job)
+        self.engine.take()
+        self._joins: list[Command] = []
+
+    def before_start(self, trainer: int) -> None:
+        self._joins.append(Command("join", self._place, "--token-file", self._folder / "token", anew=True))
+        wait_until(lambda: self.engine.take_offers(lambda: trainer) == [trainer])
+
+    def close(self) -> None:
+        super().close()
+        self.engine.close()
+        for one in self._joins:
+            one.clear()
 
 
 class InMemory(World):
@@ -173,11 +210,11 @@ def on_ray(folder: Path) -> Iterator[World]:
         nodes.close()
 
 
-@pytest.fixture(params=["here", "in memory", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.fixture(params=["here", "joined", "in memory", pytest.param("ray", marks=pytest.mark.full)])
 def world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
     """One of each."""
-    if request.param == "here":
-        here = Here(tmp_path)
+    if request.param in ("here", "joined"):
+        here = Here(tmp_path) if request.param == "here" else Joined(tmp_path)
         yield here
         here.close()
     elif request.param == "in memory":
@@ -198,6 +235,7 @@ def start(world: World) -> Iterator[Callable[[int], StartedProcess]]:
             hosts.append(world.engine.rendezvous_host("127.0.0.1"))
             hosts[0].await_ready()
         host = hosts[0]
+        world.before_start(trainer)
         how = TrainerStart(trainer, host.address, "127.0.0.1", None, os.getpid(), on_host=OnHost("a token", has_run=True))
         started.append(world.engine.start_trainer(how, host.held))
         return started[-1]
@@ -230,6 +268,31 @@ def test_trainers_start_end_and_are_killed(world: World, start: Callable[[int], 
     third.wait(MINUTE)
     assert third.poll() is not None
     assert first.poll() is None
+
+
+def test_guests_are_those_that_the_engine_did_not_place(world: World, start: Callable[[int], StartedProcess]) -> None:
+    world.start_servers(3)
+    process = start(2)
+    wait_until(lambda: runs(process))
+    joined = isinstance(world, Joined)
+    assert set(world.engine.guests) == ({2} if joined else set())
+    assert process.is_here == (type(world) is Here)
+    assert world.engine.take_offers(lambda: 3) == []
+
+
+def test_a_guest_that_is_not_needed_or_to_blame_is_refused_and_another_is_kept(tmp_path: Path) -> None:
+    with contextlib.closing(Joined(tmp_path)) as world:
+        for trainer in (1, 2):
+            world.before_start(trainer)
+        first, second = world._joins
+        world.engine.refuse({1: "its arithmetic differs"}, set())
+        status, _, err = first.end()
+        assert status == 2
+        assert "its arithmetic differs" in err
+        assert world.engine.take_offers(lambda: None) == []
+        status, _, err = second.end()
+        assert status == 2
+        assert "as many trainers as lanes" in err
 
 
 def test_a_server_that_died_is_replaced_by_an_empty_one(world: World) -> None:
@@ -360,9 +423,10 @@ def test_it_is_not_where_its_rows_could_not_be_had_or_the_user_wants_none(tmp_pa
 
 def test_a_trainer_whose_machine_is_lost_may_live_on_and_one_that_was_killed_may_not() -> None:
     twin = TwinEngine()
-    trainers = SpawnedTrainers(twin, list, None, None, 0)
+    trainers = SpawnedTrainers(twin, list, None, 0)
     trainers.meet_at("127.0.0.1:1", "127.0.0.1", ())
-    trainers.start_first(range(3))
+    for trainer in range(3):
+        trainers.start(trainer)
     twin.lose(twin.machines[0])
     twin.trainers[1].kill()
     assert trainers.ended() == {0: "its host can no longer be reached", 1: "was killed by SIGKILL"}

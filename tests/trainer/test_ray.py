@@ -89,7 +89,7 @@ def go_on_until_whole(job: HeldRun, shards: list[int]) -> None:
 
 def test_a_node_with_a_trainer_and_a_shard_is_lost(begin: BeginRun, cluster: RayNodes, undisturbed: str) -> None:
     job = begin()
-    places = nodes_of(job.path)
+    places = nodes_of(actors(job.path))
     assert len({places[f"server-{shard}"] for shard in range(3)}) == 3
     assert places["trainer-0"] != places["trainer-1"]
     lost = next(iter({places["trainer-0"], places["trainer-1"]} - {cluster.head}))
@@ -97,7 +97,7 @@ def test_a_node_with_a_trainer_and_a_shard_is_lost(begin: BeginRun, cluster: Ray
     cluster.lose(lost)
     job.members(1 - gone, 2)
     go_on_until_whole(job, shards_on(places, lost))
-    assert lost not in nodes_of(job.path).values()
+    assert lost not in nodes_of(actors(job.path)).values()
     check_end(job, undisturbed, 2)
 
 
@@ -105,7 +105,7 @@ def test_a_node_with_a_trainer_and_a_shard_is_lost(begin: BeginRun, cluster: Ray
 def test_a_driver_is_killed_and_the_run_goes_on(begin: BeginRun, undisturbed: str) -> None:
     """Its trainers stop with everything saved, its servers stay, and the same command resumes the run."""
     job = begin()
-    servers = {name: pid_of(job.path, name) for name in nodes_of(job.path) if name.startswith("server")}
+    servers = {name: pid_of(job.path, name) for name in nodes_of(actors(job.path)) if name.startswith("server")}
     job.process.kill()
     job.process.wait()
     resumed = begin("--resume=auto")
@@ -122,7 +122,7 @@ def test_a_server_is_lost(begin: BeginRun, undisturbed: str, spares: int) -> Non
     psutil.Process(pid_of(job.path, "server-1")).kill()
     go_on_until_whole(job, [1])
     assert "store shard 1: its server is gone: was killed by SIGKILL; another one is started" in job.said
-    assert set(nodes_of(job.path)) >= {"server-0", "server-2", "server-spare" if spares else "server-1"}
+    assert set(nodes_of(actors(job.path))) >= {"server-0", "server-2", "server-spare" if spares else "server-1"}
     check_end(job, undisturbed, 2)
 
 
@@ -143,7 +143,7 @@ def test_trainers_come_and_go(begin: BeginRun, undisturbed: str) -> None:
     assert run_here("scale", job.path, 4, "--no-wait")[0] == 0
     job.members(0, 1, 2, 3)
     job.hosting(0, 1, 2, 3)
-    assert len(set(nodes_of(job.path)) & {f"trainer-{trainer}" for trainer in range(4)}) == 4
+    assert len(set(nodes_of(actors(job.path))) & {f"trainer-{trainer}" for trainer in range(4)}) == 4
     assert run_here("scale", job.path, 2, "--no-wait")[0] == 0
     job.hosting(0, 1)
     check_end(job, undisturbed, 2)
@@ -152,7 +152,7 @@ def test_trainers_come_and_go(begin: BeginRun, undisturbed: str) -> None:
 @pytest.mark.full
 def test_a_node_that_drains_is_left_while_trainers_come_and_go(begin: BeginRun, cluster: RayNodes, undisturbed: str) -> None:
     job = begin()
-    places = nodes_of(job.path)
+    places = nodes_of(actors(job.path))
     drained = next(iter({places["trainer-0"], places["trainer-1"]} - {cluster.head}))
     leaves = shards_on(places, drained)
     (goes,) = [trainer for trainer in range(2) if places[f"trainer-{trainer}"] == drained]
@@ -162,7 +162,7 @@ def test_a_node_that_drains_is_left_while_trainers_come_and_go(begin: BeginRun, 
     job.hosting(1 - goes, 2, 3, 4)
     for shard in leaves:
         wait_until(partial(said, job, f"store shards: all rows have moved; shard 3 joins, shard {shard} leaves"))
-    wait_until(lambda: drained not in nodes_of(job.path).values())
+    wait_until(lambda: drained not in nodes_of(actors(job.path)).values())
     assert run_here("scale", job.path, 2, "--no-wait")[0] == 0
     job.train_until(lambda status: len({*status.lanes}) == 2)
     check_end(job, undisturbed, 2)
@@ -178,7 +178,7 @@ def test_shards_are_added_and_moved_on_the_cluster(begin: BeginRun, undisturbed:
     assert run_here("stores", "move", job.path, "0", "engine")[0] == 0
     job.until(lambda: "all rows have moved; shard 4 joins, shard 0 leaves" in job.said)
     left = {"server-1", "server-2", "server-3", "server-4"}
-    wait_until(lambda: {name for name in nodes_of(job.path) if name.startswith("server")} == left)
+    wait_until(lambda: {name for name in nodes_of(actors(job.path)) if name.startswith("server")} == left)
     check_end(job, undisturbed, 2)
 
 
@@ -249,7 +249,7 @@ def with_password(urls: Sequence[str]) -> Iterator[str]:
 @pytest.mark.full
 def test_servers_of_somebody_else_may_want_a_password(begin: BeginRun, undisturbed: str, with_password: str) -> None:
     job = begin(store=with_password)
-    assert {name.split("-")[0] for name in nodes_of(job.path)} == {"trainer"}
+    assert {name.split("-")[0] for name in nodes_of(actors(job.path))} == {"trainer"}
     check_end(job, undisturbed, 2)
     finish("delete", job.path, "--store", with_password)
 

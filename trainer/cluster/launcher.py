@@ -37,13 +37,14 @@ from foreload.trainer.checkpoints.contents import Checkpoint
 from foreload.trainer.checkpoints.restoring import check_restorable, restored_manifest
 from foreload.trainer.cluster.coordinator.adjustments import most_shards
 from foreload.trainer.cluster.coordinator.failures import GuestsRefused
-from foreload.trainer.cluster.coordinator.spawned_trainers import Hosts
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards, check_spares
 from foreload.trainer.cluster.coordinator.store_watch import StoreWatch, warn_of_machine
 from foreload.trainer.cluster.coordinator.trainer_group import TrainerGroup
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, ending_before
-from foreload.trainer.cluster.engines.engine import Engine, LocalEngine, engine_of
+from foreload.trainer.cluster.engines.engine import Engine
+from foreload.trainer.cluster.engines.local_engine import LocalEngine
+from foreload.trainer.cluster.engines.opened import engine_of
 from foreload.trainer.cluster.member.joined_trainer import JOIN_TIMEOUT
 from foreload.trainer.cluster.member.worker import work
 from foreload.trainer.cluster.messages.faults import RunObserver
@@ -313,7 +314,7 @@ class Launcher:
         self._metrics: MetricsServer | None = None
         self._tracking: Tracking | None = None
         # A scheduler starts the other trainers itself, each as a call of `train`.
-        self._spawned = range(1) if meeting is not None else range(job.trainers_here)
+        self._spawned = range(1) if meeting is not None else range(job.trainers)
 
     def run(self) -> Ending | None:
         """Train; see `train`. Returns None if there was no step to train."""
@@ -532,14 +533,12 @@ class Launcher:
             local.start()
         if isinstance(self._engine, LocalEngine):
             self._engine.stores = local
-        self._engine.reserve_trainers(trainer_bytes(self._job, schedule))
         with contextlib.ExitStack() as stack:
             stack.push(partial(self._end_stores, local, start))
-            with Hosts.of(self._job, run.path) as hosts:
-                while (trained := self._attempt(run, manifest, start, schedule, local, hosts)) is None:
-                    # The next attempt has a higher term, which fences whatever the trainers of this
-                    # one may still write to the store.
-                    start = replace(start, term=start.term + 1)
+            while (trained := self._attempt(run, manifest, start, schedule, local)) is None:
+                # The next attempt has a higher term, which fences whatever the trainers of this
+                # one may still write to the store.
+                start = replace(start, term=start.term + 1)
             group, shards, ending = trained
             if group.kept:
                 stop_at_end(self._job, group, shards, schedule, self._events)
@@ -560,25 +559,24 @@ class Launcher:
         return ending
 
     def _attempt(
-        self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None, hosts: Hosts | None
+        self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None
     ) -> tuple[TrainerGroup, StoreShards, Ending] | None:
         """Train. Returns None if training did not begin because of trainers of other hosts.
 
         These trainers are then refused, and the caller can try again.
         """
         try:
-            return self._train(run, manifest, start, schedule, local, hosts)
+            return self._train(run, manifest, start, schedule, local)
         except GuestsRefused as refused:
-            assert hosts is not None
-            hosts.begin_again(refused)
+            self._engine.refuse(refused.why, refused.said)
         # Between two attempts a signal may interrupt, also one that came during the last attempt.
         self._interrupts.heed()
         return None
 
     def _train(
-        self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None, hosts: Hosts | None
+        self, run: Run, manifest: Manifest, start: Status, schedule: Schedule, local: LocalStores | None
     ) -> tuple[TrainerGroup, StoreShards, Ending]:
-        """Claim the store, wait for the trainers of other hosts, and train.
+        """Claim the store, wait until there is room for the trainers, and train.
 
         Raises:
             GuestsRefused: Training did not begin, and only trainers of other hosts are to blame.
@@ -599,12 +597,8 @@ class Launcher:
                 )
             keep_schedule(run, schedule)
             self._profiling.begin(run, start, urls)
-            job, machines = (
-                replace(self._job, namespace=manifest.namespace),
-                self._engine.machines if hosts is None else hosts.machines,
-            )
             call = TrainingCall(
-                job,
+                replace(self._job, namespace=manifest.namespace),
                 run,
                 manifest,
                 start,
@@ -613,16 +607,15 @@ class Launcher:
                 events,
                 self._observer,
                 self._interrupts,
-                machines,
-                () if hosts is None else hosts.guests,
+                self._engine.machines,
+                self._engine.guests,
                 self._metrics,
                 self._tracking,
             )
             shards = StoreShards(call, urls, local, self._engine)
             shards.memory = stack.enter_context(self._watched_memory(run, schedule, start, shards))
-            if hosts is not None:
-                hosts.await_first()
-            self._group = group = TrainerGroup(call, shards, self._engine, hosts)
+            self._engine.reserve_trainers(trainer_bytes(self._job, schedule))
+            self._group = group = TrainerGroup(call, shards, self._engine)
             ending = group.train(self._meeting, self._spawned)
             if shards.memory is not None and ending.stopped and ending.signal_number is None and not ending.early:
                 ending = replace(ending, full=shards.memory.why_stopped(ending.step))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from foreload.trainer.adjusting.shares import PoolState, Resources
-from foreload.trainer.cluster.engines.engine import pool_state
+from foreload.trainer.cluster.engines.opened import pool_state
 from foreload.trainer.commands.history import aligned
 
 _HEAD = ("run", "weight", "least", "uses", "share", "aims at")

@@ -12,7 +12,7 @@ from pathlib import Path
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_urls
 from foreload.cache.protocol.shards.namespace import Holding, all_holdings, check_name, holding_of, remove
-from foreload.trainer.cluster.engines.engine import ended
+from foreload.trainer.cluster.engines.opened import ended
 from foreload.trainer.cluster.messages.control import training_status
 from foreload.trainer.errors import RunError
 from foreload.trainer.run.directory import Run, locked

@@ -11,7 +11,7 @@ from foreload.base.codec import FormError, of_json
 from foreload.cache.rows.layout import slot_columns
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket, RequestQueue
 from foreload.trainer.cluster.coordinator.coordinator import Coordinator
-from foreload.trainer.cluster.coordinator.spawned_trainers import Hosts, SpawnedTrainers
+from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
 from foreload.trainer.cluster.coordinator.store_shards import StoreShards
 from foreload.trainer.cluster.coordinator.training_call import TrainingCall
 from foreload.trainer.cluster.ending import Ending, call_figures, early_stop, first_of, keep_run, manifest_of, status_of
@@ -72,10 +72,10 @@ class TrainerGroup:
         failure: Why training ended before its time. None if nothing failed.
     """
 
-    def __init__(self, call: TrainingCall, shards: StoreShards, engine: Engine, hosts: Hosts | None) -> None:
+    def __init__(self, call: TrainingCall, shards: StoreShards, engine: Engine) -> None:
         self._call, self._shards, self._engine = call, shards, engine
         self._requests = RequestQueue()
-        self._trainers = SpawnedTrainers(engine, lambda: shards.urls, call.run.lock, hosts, self._requests.fileno())
+        self._trainers = SpawnedTrainers(engine, lambda: shards.urls, call.run.lock, self._requests.fileno())
         self.status = call.start
         self.failure: str | None = None
         self.stopped = self.kept = False
@@ -87,7 +87,7 @@ class TrainerGroup:
 
         Args:
             meeting: Where a scheduler's trainers meet. If None, there is no scheduler.
-            spawned: The trainers to start on this host.
+            spawned: The trainers to start; a scheduler has started the others.
         """
         with contextlib.ExitStack() as stack:
             stack.callback(self._requests.close)
@@ -101,7 +101,8 @@ class TrainerGroup:
             stack.callback(self._trainers.kill)
             # The trainers start at the same time as the rendezvous host, and wait for it.
             self._trainers.meet_at(rendezvous_host.address, address, rendezvous_host.held)
-            self._trainers.start_first(spawned)
+            for trainer in spawned:
+                self._trainers.start(trainer)
             store = rendezvous_host.join()
             if meeting is not None:
                 meeting.announce(rendezvous_host.address)

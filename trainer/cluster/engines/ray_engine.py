@@ -30,7 +30,7 @@ from foreload.cache.client.url import parse_url
 from foreload.cache.errors import StoreError
 from foreload.trainer.adjusting.shares import Bid, Choice, Needs, Resources, Share
 from foreload.trainer.adjusting.size import Size
-from foreload.trainer.cluster.engines.engine import Draining
+from foreload.trainer.cluster.engines.engine import Draining, Engine
 from foreload.trainer.cluster.engines.ray_actors import (
     KEEPER,
     SERVER,
@@ -126,7 +126,7 @@ def connected(address: str | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def ended(run: Path, record: EngineRecord) -> Iterator[None]:
-    """See `engine.ended`."""
+    """See `opened.ended`."""
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(connected(record.address))
@@ -175,7 +175,7 @@ class _KeptRendezvous(RendezvousHost):
             ray.get(self._keeper.close_rendezvous.remote())
 
 
-class RayEngine:
+class RayEngine(Engine):
     """A Ray cluster, which is connected, as the engine of one call.
 
     Attributes:

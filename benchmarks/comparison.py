@@ -63,6 +63,7 @@ MINUTES = {
     "aftercare": (10.0, 4.0),
     "pool": (15.0, 6.0),
     "clusters": (15.0, 3.0),
+    "ray_gaps": (12.0, 4.0),
 }
 """What each script may take, in full and with --quick, on two cores; in the order of the report."""
 

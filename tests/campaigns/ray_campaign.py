@@ -1,6 +1,6 @@
 """A randomised campaign on a Ray cluster of four nodes: nodes, actors, processes and drivers are lost, until so many faults are done.
 
-    python tests/campaigns/ray_campaign.py --seed 1 --faults 100 [--json FILE]
+    python tests/campaigns/ray_campaign.py --seed 1 --faults 100 [--run NUMBER] [--json FILE]
 
 Each fault is one that must be survived: it comes once the run is whole after the one before. Every run must end with the digest of one that nothing
 happened to, and `foreload delete` must leave none of its actors.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path[:0] = [str(ROOT), *(str(ROOT / "tests" / folder) for folder in ("harness", "servers"))]
+sys.path[:0] = [str(ROOT), *(str(ROOT / folder) for folder in ("tests/harness", "tests/servers", "benchmarks"))]
 
 from foreload.trainer.compute import numerics  # noqa: E402
 
@@ -32,12 +32,12 @@ numerics.set_environment()
 import ray  # noqa: E402
 from command_line import Command, wait_until  # noqa: E402
 from held import HeldRun, Hold, holding  # noqa: E402
-from ray_nodes import RayNodes, actors_by_name, connected_nodes, nodes_of, pid_of  # noqa: E402
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed  # noqa: E402
 
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
 from foreload.trainer.run.engine_record import EngineRecord  # noqa: E402
 from foreload.trainer.run.report import reported_step  # noqa: E402
+from ray_nodes import RayNodes, actors_by_name, connected_nodes, nodes_of, pid_of  # noqa: E402
 
 NODES, TRAINERS, SHARDS, AN_EPISODE = 4, 2, 3, 8
 
@@ -136,6 +136,8 @@ class Episode:
 
     def _become_whole(self) -> None:
         """Train until all shards are whole, and all trainers and replicas there."""
+        # A driver that was killed may have trained beyond what it had reported, and so beyond what is published.
+        self._job.train_until(lambda status: status.state == "training")
         self._job.advance()
         self._job.until(lambda: len(self._job.status.members) == TRAINERS)
         self._job.train_until(lambda status: {*status.lanes} == {*status.members})
@@ -151,6 +153,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=100)
+    parser.add_argument("--run", type=int, default=0, help="the number of the first one; they are the same for the same seed")
     parser.add_argument("--json")
     given = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="frc"))
@@ -159,26 +162,31 @@ def main() -> int:
     )
     digest = str(summary(train_undisturbed(schedule, folder))["digest"])
     faults: Counter[str] = Counter()
-    runs, began = 0, time.monotonic()
+    number, began = given.run, time.monotonic()
     with connected_nodes(NODES) as cluster:
         while faults.total() < given.faults:
             cluster.restore(NODES)
-            place = folder / str(runs)
+            place = folder / str(number)
             place.mkdir()
             with holding(place) as hold:
-                episode = Episode(cluster, schedule, place / "run", hold, random.Random(f"{given.seed} {runs}"))
+                episode = Episode(cluster, schedule, place / "run", hold, random.Random(f"{given.seed} {number}"))
                 try:
                     episode.play(min(AN_EPISODE, given.faults - faults.total()), digest)
                 finally:
-                    print(f"{runs}: {', '.join(episode.done)}", flush=True)
+                    print(f"{number}: {', '.join(episode.done)}", flush=True)
             record = EngineRecord.read(place / "run")
             assert record is not None
             status, _, err = Command("delete", place / "run").end()
             assert status == 0, err
             wait_until(partial(_is_gone, record.namespace))
             faults.update(episode.done)
-            runs += 1
-    result = {"runs": runs, "faults": dict(faults), "total": faults.total(), "seconds": round(time.monotonic() - began)}
+            number += 1
+    result = {
+        "runs": number - given.run,
+        "faults": dict(faults),
+        "total": faults.total(),
+        "seconds": round(time.monotonic() - began),
+    }
     print(json.dumps(result))
     if given.json:
         Path(given.json).write_text(json.dumps(result), encoding="utf-8")

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from typing import Any
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import ray
-from command_line import wait_until
 from ray.cluster_utils import Cluster
 
 from foreload.trainer.run.engine_record import EngineRecord
 
 CORES = 4  # of a node, as Ray counts them
 _ANSWERS = 5.0  # seconds in which an actor that has a place answers
+_STARTS = 300.0  # seconds in which its process has started, on a busy machine
 _STORE_BYTES = 80 << 20  # of Ray's object store, which nothing here uses
 _QUICK = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
 """By default Ray takes half a minute to notice that a node is lost."""
@@ -133,13 +134,8 @@ def pid_of(run: Path, name: str) -> int:
 
     name: all of it, or its beginning as in `actors`.
     """
-    pids: list[int | None] = []
-
-    def known() -> bool:
-        pids.append(ray.get((actors(run) | actors_by_name(run))[name].pid.remote()))
-        return pids[-1] is not None
-
-    wait_until(known)
-    (pid,) = pids[-1:]
-    assert pid is not None
-    return pid
+    deadline = time.monotonic() + _STARTS
+    while (pid := ray.get((actors(run) | actors_by_name(run))[name].pid.remote())) is None:
+        assert time.monotonic() < deadline, name
+        time.sleep(0.05)
+    return int(pid)

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 import pytest
+from command_line import fill
 from disturbed import disturb
 from docs_pages import ROOT
 from held_prepare import HeldPrepare, until
@@ -198,3 +199,22 @@ def test_errors_end_in_the_same_line_as_elsewhere(wrong: str, on_flink: Flink, t
             prepare.run([*words, f"--out={out}", *flags])
         said.append(str(error.value).replace(str(out), "OUT"))
     assert said[0] == said[1]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("where", ["Encode", "ReadAll", "PlanLanes"])
+def test_a_full_disk_is_told_and_the_same_command_works_once_there_is_space(
+    where: str, on_flink: Flink, logs_to_prepare: list[str], prepared_logs: dict[str, bytes], small_disk: Path, tmp_path: Path
+) -> None:
+    command = [*logs_to_prepare, f"--out={small_disk / 'out'}"]
+    job = HeldOnFlink(on_flink, command, where, tmp_path)
+    fill(small_disk, 0)
+    job.release()
+    status, err = job.end()
+    assert status == 2, err
+    assert "the disk is full; free space" in err.splitlines()[-1], err
+    assert "Traceback" not in err
+    until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
+    (small_disk / "ballast").unlink()
+    prepare.run([*command, *on_flink.flags])
+    assert contents(small_disk / "out") == prepared_logs

@@ -89,6 +89,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
     with _output(options) as held:
+        is_marked = True
         try:
             splits = {which: [task.split for task in tasks if task.which == which] for which in plan.sets}
             rows = {which: estimate_rows(of_set) for which, of_set in splits.items()}
@@ -114,7 +115,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             rejected, columns = plan.load("rejected", Rejected), plan.load("columns", dict[str, ColumnCounts])
         except BaseException as error:
             error = disk_error(error, options.out) or error
-            _note_failure(options.out, error)
+            is_marked = _note_failure(plan, error)
             raise error
         finally:
             work_folder.give_rejects(plan)
@@ -123,7 +124,8 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             held.close()
             # Another call may work in that folder already.
             with suppress(OSError):
-                (options.out / WORK).rmdir()
+                if is_marked:
+                    (options.out / WORK).rmdir()
     summary = _summary(options.out, plan.spec, rejected, columns, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
@@ -203,18 +205,26 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
         yield held
 
 
-def _note_failure(out: Path, error: BaseException) -> None:
+def _note_failure(plan: Plan, error: BaseException) -> bool:
     """Write failed.json for a trainer that follows, unless the compilation has done so.
 
     A stop overrides the reason that the compilation wrote.
+
+    Returns:
+        Whether the file is there. If the disk is too full for it, only the work folder shows that
+        the output folder holds what `prepare` has written, and is not in use for something else.
     """
+    out = plan.out
     (out / MANIFEST).unlink(missing_ok=True)
     stopped = came_of_interrupt(error)
     if stopped or not (out / FAILED).exists():
         message = "it was stopped before it was complete" if stopped else str(error) or type(error).__name__
-        # The disk may be too full for this. The folder has no manifest, so it is no schedule.
+        # On a full disk this makes room for the file.
+        work_folder.give_rejects(plan)
+        work_folder.clear(out)
         with suppress(OSError):
             write_json(out / FAILED, {"error": message})
+    return (out / FAILED).exists()
 
 
 def _summary(

@@ -19,6 +19,7 @@ from injection import CallFault
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.beam import pipeline as beam_run
 from foreload.pipelines.errors import ScheduleError
+from foreload.pipelines.schedule.format import FAILED, WORK
 from foreload.pipelines.schedule.reader import Schedule
 
 
@@ -209,6 +210,28 @@ def test_a_disk_that_gets_full_while_preparing_is_told_and_leaves_no_schedule(
     if stage == "compile":
         done("prepare", clicks.log, *clicks.options(out))
         assert checksum_of(out) == checksum_of(clicks.schedule)
+
+
+def test_where_not_even_the_reason_can_be_written_the_work_folder_shows_whose_the_files_are(
+    clicks: Clicks, small_disk: Path, tmp_path: Path
+) -> None:
+    out = small_disk / "out"
+    log = write_log(tmp_path / "log.csv", 30_000)
+    faults = [CallFault(STAGES["compile"]), CallFault("foreload.pipelines.prepare:write_json")]
+    command = Command("prepare", log, *clicks.options(out), faults=faults)
+    for _ in faults:
+        command.stand()
+        fill(small_disk, 0)
+        command.process.send_signal(signal.SIGCONT)
+    status, _, err = command.end()
+    assert "the disk is full" in error_of(status, err)
+    assert not (out / FAILED).exists()
+    # On a cluster, whose workers write elsewhere, a list of malformed records may be all that is there otherwise.
+    assert (out / WORK).is_dir()
+    (small_disk / "ballast").unlink()
+    done("prepare", clicks.log, *clicks.options(out))
+    assert checksum_of(out) == checksum_of(clicks.schedule)
+    assert not (out / WORK).exists()
 
 
 def test_a_disk_that_gets_full_while_training_is_waited_for(clicks: Clicks, tmp_path: Path, small_disk: Path, hold: Hold) -> None:

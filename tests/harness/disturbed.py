@@ -103,7 +103,7 @@ class Held(beam.DoFn):
     """Holds the first worker that comes to the end of an element in its stage, until the file "release" is in a folder, or the command is over, as
     any stage then ends.
 
-    The element's work is done then, and the runner does not know of it. The file "held" has the worker's process id.
+    The element's work is done then, and the runner does not know of it. The file "held" has the worker's process id, and "went on" is there later.
     """
 
     def __init__(self, stage: Stage, folder: Path) -> None:
@@ -118,6 +118,7 @@ class Held(beam.DoFn):
             write_atomically(self.folder / "held", str(os.getpid()).encode())
             while not (self.folder / "release").exists() and not self.stage.plan.over:
                 time.sleep(0.01)
+            (self.folder / "went on").touch()
         yield from outputs
 
 

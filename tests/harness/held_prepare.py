@@ -45,6 +45,10 @@ class HeldPrepare:
         """Let the worker go on."""
         (self.folder / "release").touch()
 
+    def went_on(self) -> bool:
+        """Whether the worker has gone on, or has ended instead."""
+        return (self.folder / "went on").exists() or not self.worker.is_running()
+
     def end(self) -> tuple[int, str]:
         """Wait until the command has ended; its status, and what it wrote to stderr."""
         _, err = self.process.communicate(timeout=DEADLINE_SECONDS)

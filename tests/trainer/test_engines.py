@@ -167,9 +167,9 @@ class InMemory(World):
 def on_ray(folder: Path) -> Iterator[World]:
     """A cluster of four nodes; the first one is this process's."""
     import ray
-    from ray_nodes import RayNodes, actors, pid_of
 
     from foreload.trainer.cluster.engines.ray_engine import RayEngine
+    from ray_nodes import RayNodes, actors, pid_of
 
     class OnRay(World):
         def __init__(self) -> None:

@@ -14,7 +14,6 @@ import ray
 from command_line import Command, free_port, refused_apart, wait_until
 from held import Hold
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-from ray_nodes import RayNodes, connected_nodes
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from test_auto import sleeping
 
@@ -23,6 +22,7 @@ from foreload.trainer.cluster.engines.ray_actors import KEEPER, Keeper
 from foreload.trainer.cluster.engines.ray_pool import PoolMember, pool_actor, state
 from foreload.trainer.run.directory import Run
 from foreload.trainer.run.event_log import read_events
+from ray_nodes import RayNodes, connected_nodes
 
 NODES, CORES = 2, 8  # in all
 

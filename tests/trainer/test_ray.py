@@ -13,7 +13,6 @@ import pytest
 import ray
 from command_line import DEADLINE_SECONDS, Command, free_port, refused, refused_apart, run_here, wait_until
 from held import HeldRun, Hold
-from ray_nodes import RayNodes, actors, connected_nodes, nodes_of, pid_of
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
 
 from foreload.cache.client.store import Store
@@ -24,6 +23,7 @@ from foreload.trainer.run.directory import GIVEN_UP, METRICS, PASSWORD, Run
 from foreload.trainer.run.engine_record import EngineRecord, read_password, with_passwords
 from foreload.trainer.run.event_log import CallEnded, read_events
 from foreload.trainer.run.report import reported_step
+from ray_nodes import RayNodes, actors, connected_nodes, nodes_of, pid_of
 
 NODES = 4
 BeginRun = Callable[..., HeldRun]

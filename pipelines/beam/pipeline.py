@@ -179,7 +179,7 @@ def with_dask(flags: Sequence[str]) -> list[str]:
         import distributed  # noqa: F401 - it sets levels of its own for its messages
     except ImportError as error:
         raise SettingError("--runner: Dask is not installed; install it with pip install 'foreload[dask]'") from error
-    # A cluster that Dask starts in this process would tell of every connection.
+    # A cluster that Dask starts in this process would log every connection.
     logging.getLogger("distributed").setLevel(logging.WARNING)
     given = [*flags, f"--runner={_DASK_PATH}"]
     # By default Beam puts up to 128 elements of a stage into one task, one after the other.
@@ -217,7 +217,7 @@ def run_pipeline(
     ready = add_ordering(pipeline, plan, tasks, wrap)
     if not here:
         add_planning(ready, plan, wrap)
-    logging.getLogger("apache_beam.runners.common").addFilter(_tells_more_than_a_stop)
+    logging.getLogger("apache_beam.runners.common").addFilter(_is_more_than_a_stop)
     if not local:
         pass_over_closed_channels()
     with compiling(plan, tasks, rows, counted) if here else contextlib.nullcontext():
@@ -267,21 +267,21 @@ def pass_over_closed_channels() -> None:
     With --environment_type=LOOPBACK this process has the workers. At the end of a job the runner may
     close their connections before they do. Whether the job succeeded, the runner itself says.
     """
-    logging.getLogger("apache_beam.runners.worker.data_plane").addFilter(_tells_of_no_channel)
+    logging.getLogger("apache_beam.runners.worker.data_plane").addFilter(_is_not_of_a_channel)
     before = threading.excepthook
 
-    def tell(ended: threading.ExceptHookArgs) -> None:
+    def report(ended: threading.ExceptHookArgs) -> None:
         if not isinstance(ended.exc_value, grpc.RpcError):
             before(ended)
 
-    threading.excepthook = tell
+    threading.excepthook = report
 
 
-def _tells_of_no_channel(record: logging.LogRecord) -> bool:
+def _is_not_of_a_channel(record: logging.LogRecord) -> bool:
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.RpcError))
 
 
-def _tells_more_than_a_stop(record: logging.LogRecord) -> bool:
+def _is_more_than_a_stop(record: logging.LogRecord) -> bool:
     """Filter log records: return False for the stack trace that Beam logs after Ctrl-C.
 
     Beam logs that like the stack trace of a failure.

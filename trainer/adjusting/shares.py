@@ -224,8 +224,8 @@ class _Job:
 class Shares:
     """The jobs that share a pool.
 
-    A share shrinks at once. It grows only by what no other job holds any more, so that a job which
-    is told of more finds room for it.
+    A share shrinks at once. It grows only by what no other job still holds, so there is always room
+    for what a job is granted.
     """
 
     _jobs: dict[str, _Job] = field(default_factory=dict)

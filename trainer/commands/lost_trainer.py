@@ -85,7 +85,7 @@ class LostTrainer(FaultDrill):
 
     def _see_whole(self) -> None:
         reports = [report for trainer, report in self._copies.items() if trainer != self.number]
-        # A report of the term of the loss itself tells of replicas that are about to move.
+        # A report from the term of the loss itself is about replicas that are about to move.
         latest = max(self._ready, default=-1)
         in_time = self._lost_in in self._left and latest > self._lost_in and all(report.term == latest for report in reports)
         copies = [copy for report in reports for copy in report.copies.values()]

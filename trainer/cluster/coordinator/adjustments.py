@@ -80,7 +80,7 @@ class Adjustments:
         self.counts = dict.fromkeys(("made", "paid", "unpaid"), 0) if self._on else {}
         self._least_shards = moves.placement.k + moves.placement.r if moves.placement.r else 1
         self._needs: Needs | None = engine.needs if self._on else None
-        self._choices: tuple[Choice, ...] = ()  # what the pool was last told of other sizes
+        self._choices: tuple[Choice, ...] = ()  # what was last reported to the pool of other sizes
         self._share: Share | None = None
         if self._needs is not None and call.start.step < call.schedule.header.first_step:
             # What a new run begins with is reserved, and stays.

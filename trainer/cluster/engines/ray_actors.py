@@ -262,7 +262,7 @@ class Keeper:
             for name in trainers:
                 with contextlib.suppress(ValueError, ray.exceptions.RayError):
                     actor: Any = ray.get_actor(name, namespace=self._namespace)
-                    # One that was never told to run has nothing to end.
+                    # A trainer that was never started has nothing to end.
                     if ray.get(actor.is_over.remote()) or ray.get(actor.pid.remote()) is None:
                         ray.kill(actor)
             time.sleep(_LOOK.total_seconds())

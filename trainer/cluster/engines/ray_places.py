@@ -29,7 +29,7 @@ WAIT_REPORT_INTERVAL = timedelta(seconds=15)  # between two lines that a place i
 PLACE_INTERVAL = timedelta(seconds=1)  # between two attempts to place an actor
 CONCURRENT_METHODS = 8  # of an actor, that may run at once
 POLL_INTERVAL = timedelta(milliseconds=50)
-# How long a trainer may take to end when it is told to. One whose node is lost never reports it.
+# How long a trainer may take to end when it is stopped. If its node is lost, it never reports that.
 _END_PATIENCE = timedelta(seconds=0.5)
 
 

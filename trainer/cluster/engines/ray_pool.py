@@ -1,9 +1,9 @@
 """The pool of a Ray cluster: what the jobs with --auto share, and how a job takes part.
 
 One actor, which is detached and takes no cores, divides the cluster (`adjusting.shares`). It keeps
-nothing that the jobs do not tell it again: an actor that is lost is started anew by the next of them.
-Each version of foreload has a pool of its own, for which the jobs of another are like other programs.
-A job ends for the pool when its keeper says so, or is gone itself.
+only what the jobs report again and again: if the actor is lost, the next job starts another one.
+Each version of foreload has a pool of its own, and treats jobs of other versions like other programs.
+A job ends for the pool when its keeper reports that, or when its keeper is lost.
 """
 
 from __future__ import annotations

@@ -36,10 +36,9 @@ from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.messages.trainers import StepEnded, TrainerEvent
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.run.directory import Run
-from foreload.trainer.run.engine_record import EngineRecord
 from foreload.trainer.run.servers import asked, servers_of
 from foreload.trainer.run.timeline import StepTimes
-from ray_nodes import CORES, RayNodes, actors_by_name, nodes_of
+from ray_nodes import CORES, RayNodes, nodes_of, used_actors
 from shard_loss import launched, run_training
 from workload import BATCH
 
@@ -145,10 +144,7 @@ def lose_on_ray(cluster: RayNodes, run: Path, lost: str, status: RunStatus) -> f
     """
     if lost != "both":
         return kill(run, lost, status)
-    record = EngineRecord.read(run)
-    assert record is not None
-    members = tuple(f"trainer-{trainer}-" for trainer in status.members)
-    used = {name: one for name, one in actors_by_name(run).items() if name in record.servers.values() or name.startswith(members)}
+    used = used_actors(run, status.members)
     places = nodes_of(used)
     there = Counter((node, name.split("-")[0]) for name, node in places.items())
     nodes = {*places.values()} - {cluster.head}

@@ -7,7 +7,7 @@ import logging
 import os
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,16 @@ def actors_by_name(run: Path) -> dict[str, Any]:
         with contextlib.suppress(ValueError):
             handles[name] = ray.get_actor(name, namespace=record.namespace)
     return handles
+
+
+def used_actors(run: Path, members: Iterable[int]) -> dict[str, Any]:
+    """The actors that a run uses: the trainers that are its members, and the servers of its shards, some of which may have been spare ones."""
+    record = EngineRecord.read(run)
+    assert record is not None
+    trainers = tuple(f"trainer-{trainer}-" for trainer in members)
+    return {
+        name: actor for name, actor in actors_by_name(run).items() if name in record.servers.values() or name.startswith(trainers)
+    }
 
 
 def actors(run: Path) -> dict[str, Any]:

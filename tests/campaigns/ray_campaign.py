@@ -37,7 +37,7 @@ from small_job import arguments, check_end, summary, synthetic_schedule, train_u
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
 from foreload.trainer.run.engine_record import EngineRecord  # noqa: E402
 from foreload.trainer.run.report import reported_step  # noqa: E402
-from ray_nodes import RayNodes, actors_by_name, connected_nodes, nodes_of, pid_of  # noqa: E402
+from ray_nodes import RayNodes, connected_nodes, nodes_of, pid_of, used_actors  # noqa: E402
 
 NODES, TRAINERS, SHARDS, AN_EPISODE = 4, 2, 3, 8
 
@@ -84,13 +84,9 @@ class Episode:
         check_end(self._job, digest, TRAINERS)
 
     def _used(self, kind: str) -> dict[str, Any]:
-        """The actors of a kind that the run uses: its trainers, or the servers of its shards, some of which may have been spare ones."""
-        if kind == "trainer":
-            members = tuple(f"trainer-{trainer}-" for trainer in self._job.status.members)
-            return {name: actor for name, actor in actors_by_name(self._path).items() if name.startswith(members)}
-        record = EngineRecord.read(self._path)
-        assert record is not None
-        return {name: actor for name, actor in actors_by_name(self._path).items() if name in record.servers.values()}
+        """The actors of a kind that the run uses: "trainer" or "server"."""
+        members = self._job.status.members if kind == "trainer" else ()
+        return {name: actor for name, actor in used_actors(self._path, members).items() if name.startswith(kind)}
 
     def _one(self, kind: str) -> tuple[str, Any]:
         """The name and the handle of an actor that the run uses."""

@@ -118,14 +118,7 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             is_marked = _note_failure(plan, error)
             raise error
         finally:
-            work_folder.give_rejects(plan)
-            work_folder.clear(options.out)
-            (options.out / WORK / LOCK).unlink(missing_ok=True)
-            held.close()
-            # Another call may work in that folder already.
-            with suppress(OSError):
-                if is_marked:
-                    (options.out / WORK).rmdir()
+            _leave_work(plan, held, is_marked)
     summary = _summary(options.out, plan.spec, rejected, columns, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
@@ -203,6 +196,23 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
         for path in [path for path in sorted(out.iterdir()) if path.name != WORK]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield held
+
+
+def _leave_work(plan: Plan, held: ExitStack, is_marked: bool) -> None:
+    """End the work in the output folder, and let other calls have it.
+
+    Args:
+        held: the folder's lock, as `_output` yields it.
+        is_marked: as `_note_failure` returns it. If not, the work folder stays, empty.
+    """
+    work_folder.give_rejects(plan)
+    work_folder.clear(plan.out)
+    (plan.out / WORK / LOCK).unlink(missing_ok=True)
+    held.close()
+    # Another call may work in that folder already.
+    with suppress(OSError):
+        if is_marked:
+            (plan.out / WORK).rmdir()
 
 
 def _note_failure(plan: Plan, error: BaseException) -> bool:

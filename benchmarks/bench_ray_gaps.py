@@ -83,6 +83,12 @@ class Injections(RunObserver):
         self._thread.join()
 
     def _work(self) -> None:
+        try:
+            self._lose_all()
+        finally:
+            ask(self._run, AskStop())
+
+    def _lose_all(self) -> None:
         for lost in self._lost:
             status = self._until(_is_whole)
             since = time.monotonic()
@@ -98,7 +104,6 @@ class Injections(RunObserver):
                 f"{gap.engine}, {lost}: gap {1000 * gap.seconds:.0f} ms, step {1000 * gap.median_step:.0f}, whole after {gap.whole_after:.1f} s"
             )
             self.gaps.append(gap)
-        ask(self._run, AskStop())
 
     def _until(self, satisfied: Callable[[RunStatus], bool]) -> RunStatus:
         deadline = time.monotonic() + PATIENCE_SECONDS
@@ -176,6 +181,8 @@ def train(schedule: Schedule, folder: Path, engine: str, lost: Sequence[str], cl
         injected = Injections(engine, run, lost, partial(lose_on_ray, cluster) if engine == "ray" else kill)
         run_training(TrainJob.of(settings), injected)
         injected.close()
+        if len(injected.gaps) < len(lost):
+            raise SystemExit("the training ended before all that was to happen to it had happened")
         if engine == "ray":
             subprocess.run([sys.executable, "-m", "foreload.trainer.cli", "delete", str(run)], check=True, capture_output=True)
             cluster.restore(NODES)

@@ -89,7 +89,6 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
     parent = None if options.after is None else Schedule(options.after)
     plan, tasks = make_plan(options, parent)
     with _output(options) as held:
-        is_marked = True
         try:
             splits = {which: [task.split for task in tasks if task.which == which] for which in plan.sets}
             rows = {which: estimate_rows(of_set) for which, of_set in splits.items()}
@@ -115,10 +114,9 @@ def prepare(options: PrepareOptions, flags: list[str], wrap: Wrap = lambda stage
             rejected, columns = plan.load("rejected", Rejected), plan.load("columns", dict[str, ColumnCounts])
         except BaseException as error:
             error = disk_error(error, options.out) or error
-            is_marked = _note_failure(plan, error)
+            _leave_work(plan, held, error)
             raise error
-        finally:
-            _leave_work(plan, held, is_marked)
+        _leave_work(plan, held)
     summary = _summary(options.out, plan.spec, rejected, columns, time.monotonic() - started)
     summary["estimated_bytes"] = needed_bytes
     write_json(options.out / PROVENANCE, _provenance(options, flags, summary))
@@ -198,40 +196,42 @@ def _output(options: PrepareOptions) -> Iterator[ExitStack]:
         yield held
 
 
-def _leave_work(plan: Plan, held: ExitStack, is_marked: bool) -> None:
+def _leave_work(plan: Plan, held: ExitStack, error: BaseException | None = None) -> None:
     """End the work in the output folder, and let other calls have it.
+
+    If failed.json cannot be written, the work folder stays, empty. It shows the next call that the
+    output folder holds what `prepare` has written, and is not in use for something else.
 
     Args:
         held: the folder's lock, as `_output` yields it.
-        is_marked: as `_note_failure` returns it. If not, the work folder stays, empty.
+        error: why the schedule is not complete. None if it is.
     """
+    out = plan.out
+    if error is not None:
+        (out / MANIFEST).unlink(missing_ok=True)
     work_folder.give_rejects(plan)
-    work_folder.clear(plan.out)
-    (plan.out / WORK / LOCK).unlink(missing_ok=True)
+    # On a full disk this makes room for failed.json.
+    work_folder.clear(out)
+    is_marked = error is None or _note_failure(out, error)
+    (out / WORK / LOCK).unlink(missing_ok=True)
     held.close()
     # Another call may work in that folder already.
     with suppress(OSError):
         if is_marked:
-            (plan.out / WORK).rmdir()
+            (out / WORK).rmdir()
 
 
-def _note_failure(plan: Plan, error: BaseException) -> bool:
+def _note_failure(out: Path, error: BaseException) -> bool:
     """Write failed.json for a trainer that follows, unless the compilation has done so.
 
     A stop overrides the reason that the compilation wrote.
 
     Returns:
-        Whether the file is there. If the disk is too full for it, only the work folder shows that
-        the output folder holds what `prepare` has written, and is not in use for something else.
+        Whether the file is there. The disk may be too full for it.
     """
-    out = plan.out
-    (out / MANIFEST).unlink(missing_ok=True)
     stopped = came_of_interrupt(error)
     if stopped or not (out / FAILED).exists():
         message = "it was stopped before it was complete" if stopped else str(error) or type(error).__name__
-        # On a full disk this makes room for the file.
-        work_folder.give_rejects(plan)
-        work_folder.clear(out)
         with suppress(OSError):
             write_json(out / FAILED, {"error": message})
     return (out / FAILED).exists()

@@ -28,9 +28,15 @@ if TYPE_CHECKING:
     from foreload.cache.client.local import LocalStores
     from foreload.cache.client.store import Store
 
+# What tests and the processes that they kill leave in the temporary folder is removed when the session ends. The name is
+# short, since sockets lie in it; the folders of `tmp_path` stay where pytest keeps them.
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    _TEMPORARY = tempfile.TemporaryDirectory(prefix="fl", ignore_cleanup_errors=True)
+    tempfile.tempdir = os.environ["TMPDIR"] = _TEMPORARY.name
+
 # What runs leave of themselves for later ones goes into no user's folder.
-_DATA_HOME = tempfile.TemporaryDirectory(prefix="data-home-")
-os.environ["XDG_DATA_HOME"] = _DATA_HOME.name
+os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp(prefix="data-home-")
 
 # Before any test imports torch; processes that tests start inherit it.
 numerics.set_environment()

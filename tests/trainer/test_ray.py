@@ -202,9 +202,12 @@ def test_servers_want_a_password_and_end_with_the_run(begin: BeginRun, cluster: 
     # Other commands find the servers' password.
     assert run_here("stores", "status", job.path)[0] == 0
     servers = [pid_of(job.path, f"server-{shard}") for shard in range(3)]
+    folders = [Path(psutil.Process(pid).cwd()) for pid in servers]
+    assert all(folder.name.startswith("foreload-server-") for folder in folders)
     finish("delete", job.path)
     psutil.wait_procs([psutil.Process(pid) for pid in servers if psutil.pid_exists(pid)], timeout=DEADLINE_SECONDS)
     assert not any(map(psutil.pid_exists, servers))
+    wait_until(lambda: not any(map(Path.exists, folders)))
     assert record.namespace not in {one["namespace"] for one in ray.util.list_named_actors(all_namespaces=True)}
     places = [place for place in ray.util.placement_group_table().values() if place["name"].startswith(record.namespace)]
     assert {place["state"] for place in places} == {"REMOVED"}

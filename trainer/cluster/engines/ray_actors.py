@@ -117,8 +117,8 @@ class ServerActor:
     """Runs a store server, which listens on the node's address and wants a password."""
 
     def __init__(self) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="foreload-server-")
-        self._stores = LocalStores(1, Path(self._folder.name))
+        self._folder = Path(tempfile.mkdtemp(prefix="foreload-server-"))
+        self._stores = LocalStores(1, self._folder)
 
     def place(self) -> Placed:
         """Return where this actor is."""
@@ -139,7 +139,7 @@ class ServerActor:
         self._stores.start()
         (pid,) = self._stores.pids
         assert pid is not None
-        self._guard = Guard(pid)
+        self._guard = Guard(pid, self._folder)
         password, address = read_password(Path(run)), _placed().address
         socket = self._stores.urls[0].removeprefix("unix://")
         with redis.Redis(unix_socket_path=socket) as server:

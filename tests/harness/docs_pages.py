@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 _BLOCK = re.compile(r"^(?:<!-- (?P<mark>.*?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.MULTILINE | re.DOTALL)
 _MARK = re.compile(r"(?P<kind>test|file)(?P<full> full)?(?:: (?P<rest>.*))?")
-_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 # A digest, a number, or the dash that stands where there is no number.
 _NUMBER = re.compile(r"\b[0-9a-f]{64}\b|[0-9][0-9,.]*%?|(?<=\s)-(?=\s)")
 _SIZE = re.compile(r"# (?:B|KiB|MiB|GiB|KB|MB|GB)\b")

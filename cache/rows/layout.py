@@ -22,7 +22,10 @@ MOST_COLUMNS = 1 << 20  # of a part of a row
 _parsed = functools.cache(InitialValues.parse)
 
 ROW_OPTIMIZERS = ("sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl")
-"""The row optimizers. Kernels switch on their places; files have their names."""
+"""The row optimizers. Kernels switch on their places; files have their names.
+
+A new one goes last.
+"""
 
 
 def state_width(optimizer: str, parts: tuple[tuple[str, int], ...]) -> int:

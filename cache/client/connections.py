@@ -87,7 +87,9 @@ def reply_error(url: StoreUrl, text: str) -> StoreError:
         )
     if code == "READONLY":
         return StoreFull(f"store {url}: is a read-only replica; give the URL of its primary instead")
-    if code in ("NOAUTH", "WRONGPASS", "NOPERM", "DENIED") or "without any password configured" in text:
+    if code == "NOPERM":
+        return StoreAuth(f"store {url}: the user lacks a right ({text}); give it with ACL SETUSER (docs/operations.md, Rights)")
+    if code in ("NOAUTH", "WRONGPASS", "DENIED") or "without any password configured" in text:
         return StoreAuth(
             f"store {url}: refuses the user or password ({text}); give them as SCHEME://USER:PASSWORD@... or in {PASSWORD_VARIABLE}"
         )

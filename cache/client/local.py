@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Annotated, NotRequired, TypedDict
 
-from foreload.base.codec import FormError, filled, of_json, parse_json
+from foreload.base.codec import FormError, fault, filled, of_json, parse_json
 from foreload.base.files import replacing
 from foreload.base.interrupts import heeded_afterwards
 from foreload.cache.client.backoff import pauses
@@ -127,7 +127,8 @@ class LocalStores:
             return None
         except (FormError, OSError) as error:
             raise StoreError(
-                f"store local: {Path(directory) / _SERVERS} is damaged ({error}); stop its servers, if any are running, and delete that file"
+                "store local: "
+                + fault(f"{Path(directory) / _SERVERS}", error, "stop its servers, if any are running, and delete that file")
             ) from error
         return stores
 

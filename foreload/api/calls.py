@@ -23,7 +23,7 @@ from foreload.base.process import replace_environment
 from foreload.base.socket_messages import send
 from foreload.trainer.run.model_code import exits_reported
 
-Part = tuple[Mapping[str, object], bytes]
+ResultPart = tuple[Mapping[str, object], bytes]
 """JSON values, and the bytes of an array that they describe."""
 
 
@@ -96,7 +96,7 @@ def _with_model(request: Mapping[str, Any]) -> dict[str, Any]:
     return values
 
 
-def _prepare(_: Caller, /, settings: dict[str, Any], beam_flags: list[str], **_further: object) -> Iterator[Part]:
+def _prepare(_: Caller, /, settings: dict[str, Any], beam_flags: list[str], **_further: object) -> Iterator[ResultPart]:
     from foreload.pipelines.planning.options import PrepareOptions
     from foreload.pipelines.prepare import prepare
 
@@ -106,7 +106,7 @@ def _prepare(_: Caller, /, settings: dict[str, Any], beam_flags: list[str], **_f
         yield prepare(options, beam_flags), b""
 
 
-def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterator[Part]:
+def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterator[ResultPart]:
     from foreload.trainer import storage
     from foreload.trainer.cluster.messages.faults import RunObserver
     from foreload.trainer.cluster.processes.preforked import Preforked
@@ -143,7 +143,7 @@ def _train(caller: Caller, /, job: str | None = None, **settings: Any) -> Iterat
 
 def _evaluate(
     _: Caller, /, run: str, store: str | None, schedule: str | None, accept_model: bool, **_further: object
-) -> Iterator[Part]:
+) -> Iterator[ResultPart]:
     from foreload.trainer.commands import evaluate
 
     yield evaluate.run(run, store, schedule, accept_model), b""
@@ -159,7 +159,7 @@ def _export(
     out: str,
     since: str | None,
     **_further: object,
-) -> Iterator[Part]:
+) -> Iterator[ResultPart]:
     from foreload.trainer.commands import export
 
     yield export.run(run, store, out, since, of_schedule, accept_model), b""
@@ -175,33 +175,35 @@ def _export_torch(
     out: str,
     options: Mapping[str, Any],
     **_further: object,
-) -> Iterator[Part]:
+) -> Iterator[ResultPart]:
     from foreload.trainer.commands import export_torch
     from foreload.trainer.serving.torch_folder import TorchOptions
 
     yield export_torch.run(run, store, out, TorchOptions(**options), of_schedule, accept_model), b""
 
 
-def _apply(_: Caller, /, export: str, to: str, key: str | None, keep: int, **_further: object) -> Iterator[Part]:
+def _apply(_: Caller, /, export: str, to: str, key: str | None, keep: int, **_further: object) -> Iterator[ResultPart]:
     from foreload.trainer.commands import apply
 
     yield to_stored(apply.run(export, to, key, keep)), b""
 
 
-def _digest(_: Caller, /, run: str, store: str | None, **_further: object) -> Iterator[Part]:
+def _digest(_: Caller, /, run: str, store: str | None, **_further: object) -> Iterator[ResultPart]:
     from foreload.trainer.commands import digest
 
     yield to_stored(digest.run(run, store)), b""
 
 
-def _delete(_: Caller, /, run: str, store: str | None, folder_moved: bool, force: bool, **_further: object) -> Iterator[Part]:
+def _delete(
+    _: Caller, /, run: str, store: str | None, folder_moved: bool, force: bool, **_further: object
+) -> Iterator[ResultPart]:
     from foreload.trainer.commands import rows
     from foreload.trainer.saved.run_rows import Overrule
 
     yield to_stored(rows.run(run, store, Overrule(folder_moved, force))), b""
 
 
-def _report(_: Caller, /, run: str, out: str | None, beside: str | None, **_further: object) -> Iterator[Part]:
+def _report(_: Caller, /, run: str, out: str | None, beside: str | None, **_further: object) -> Iterator[ResultPart]:
     from foreload.trainer.commands import report
 
     yield {"report": str(report.run([run, *([beside] if beside else [])], out))}, b""
@@ -209,7 +211,7 @@ def _report(_: Caller, /, run: str, out: str | None, beside: str | None, **_furt
 
 def _predict(
     _: Caller, /, run: str, store: str | None, of_schedule: str | None, accept_model: bool, logits: bool, **asked: Any
-) -> Iterator[Part]:
+) -> Iterator[ResultPart]:
     from foreload.trainer.commands import predict
 
     records = predict.Records(tuple(asked["sources"]), asked["format"], asked["steps_of"])
@@ -228,7 +230,7 @@ def _rows(
     values: list[str | int | None] | None,
     ids: list[int] | None,
     **_further: object,
-) -> Iterator[Part]:
+) -> Iterator[ResultPart]:
     from foreload.trainer.commands import lookup
 
     looked_up = lookup.run(run, store, table, values, ids, of_schedule)
@@ -236,7 +238,7 @@ def _rows(
     yield shape, looked_up.ids.tobytes() + looked_up.weights.tobytes() + looked_up.trained.tobytes()
 
 
-CALLS: dict[str, Callable[..., Iterator[Part]]] = {
+CALLS: dict[str, Callable[..., Iterator[ResultPart]]] = {
     "prepare": _prepare,
     "train": _train,
     "evaluate": _evaluate,

@@ -102,11 +102,11 @@ def parts(name: str, values: Mapping[str, Any], numerics: Numerics | None, progr
         raise SettingError(
             f'{name}: is called while a model\'s file is imported for a training; put the calls under `if __name__ == "__main__":`'
         )
-    with _Call(name, dict(values), numerics, progress) as call:
+    with _ForkedCall(name, dict(values), numerics, progress) as call:
         yield from call.messages()
 
 
-class _Call:
+class _ForkedCall:
     """A call under way.
 
     Args:
@@ -141,7 +141,7 @@ class _Call:
             theirs.close()
             os.close(output)
 
-    def __enter__(self) -> _Call:
+    def __enter__(self) -> _ForkedCall:
         if self._interrupted:
             self._stop()
         return self

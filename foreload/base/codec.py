@@ -33,6 +33,22 @@ class FormError(ValueError):
     """
 
 
+class UnknownField(FormError):
+    """An object has a field that this version does not know."""
+
+
+def fault(name: str, why: Exception | str, remedy: str) -> str:
+    """Return what is wrong with a file, and what to do about it.
+
+    Args:
+        name: the file.
+        remedy: what to do if it is damaged. A file that a later version wrote is not.
+    """
+    if isinstance(why, UnknownField):
+        return f"{name} was written by a later version of foreload ({why}); use that version"
+    return f"{name} is damaged: {why}; {remedy}"
+
+
 def parse_json(data: bytes | str) -> Any:
     """Parse a JSON text.
 
@@ -362,9 +378,7 @@ def _read_fields(kind: Any, value: Any, where: str) -> Any:
             named = ", ".join(key if key.isprintable() else repr(key) for key in value)
             raise FormError(f"{where}: must have {name!r}; got {named or 'nothing':.100}")
     if given:
-        raise FormError(
-            f"{where}: has no field {next(iter(given))!r:.100}; its fields are {', '.join(name for name, _, _ in _fields(kind))}"
-        )
+        raise UnknownField(f"{where}: has a field that is not known, {next(iter(given))!r:.100}")
     try:
         return kind(**fields)
     # The class's own checks may raise.

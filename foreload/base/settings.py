@@ -201,9 +201,9 @@ def add_arguments(command: argparse.ArgumentParser, kind: type, only: Collection
         only: the names of the settings to add. If None, all.
     """
     groups: dict[str, Any] = {"": command}
-    for name, known in settings_of(kind).items():
-        if known.form == "file" or (only is not None and name not in only):
-            continue
+    added = {name: known for name, known in settings_of(kind).items() if known.form != "file" and (only is None or name in only)}
+    command.set_defaults(**{_added(kind): (*(command.get_default(_added(kind)) or ()), *added)})
+    for known in added.values():
         if known.group not in groups:
             groups[known.group] = command.add_argument_group(known.group)
         _add_argument(groups[known.group], known)
@@ -232,9 +232,17 @@ def _add_argument(group: Any, known: Setting) -> None:
 
 
 def given(namespace: argparse.Namespace, kind: type) -> dict[str, Any]:
-    """Return the settings of a class that the command line gives, by name."""
-    words = {name: getattr(namespace, name, None) for name in settings_of(kind)}
+    """Return the settings of a class that the command line gives, by name.
+
+    An argument that only has the name of a setting, and was not added by `add_arguments`, is not one.
+    """
+    words = {name: getattr(namespace, name) for name in getattr(namespace, _added(kind))}
     return {name: value for name, value in words.items() if value not in (None, [])}
+
+
+def _added(kind: type) -> str:
+    """Return under which name a namespace has the names of the settings that were added."""
+    return f"settings of {kind.__name__}"
 
 
 def read_job_file(

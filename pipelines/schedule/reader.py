@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from foreload.base.codec import FormError, of_json, parse_json
+from foreload.base.codec import FormError, fault, of_json, parse_json
 from foreload.base.files import read_sealed, unreadable
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.arrow_files import MappedLists, map_file
@@ -68,7 +68,7 @@ def _parsing(path: Path, what: str) -> Iterator[None]:
     try:
         yield
     except FormError as error:
-        raise ScheduleError(f"{what} {path}: is not valid ({error}); prepare the schedule again") from error
+        raise ScheduleError(fault(f"{what} {path}", error, "prepare the schedule again")) from error
 
 
 class Schedule:

@@ -86,7 +86,7 @@ def test_a_server_that_goes_on_refusing_is_never_adopted(stores: LocalStores, tm
     [
         ("READONLY", "is a read-only replica; give the URL of its primary instead"),
         ("OOM", r"is full \(OOM .*\); raise its maxmemory"),
-        ("NOPERM", r"refuses the user or password \(NOPERM .*\)"),
+        ("NOPERM", r"the user lacks a right \(NOPERM .*\); give it with ACL SETUSER"),
         ("MISCONF", r"refuses writes, because it cannot save to its disk \(MISCONF .*\); free disk space"),
         ("BUSY", r"is not ready \(BUSY .*\); try again later, or with a longer --store-timeout"),
     ],

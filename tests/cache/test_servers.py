@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from command_line import free_port
+from docs_pages import documented_rights
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Read, Store, Write
@@ -55,7 +56,7 @@ def exercise(store: Store) -> None:
         assert Marker.parse(read.marker) == Marker(1, 1)
     claim(store, "t", IDENTITY, "overwrite")
     for key in keys:
-        assert store.command(0, "EXISTS", key) == 0
+        assert store.command(0, "HLEN", key) == 0
     remove(store, "t")
     assert owner(store, "t", 0) is None
 
@@ -132,12 +133,6 @@ def test_a_server_that_refuses_config_is_a_store_shard(tmp_path: Path, monkeypat
         assert parse_url(url.plain) == url
 
 
-def documented_rights() -> list[list[str]]:
-    """Return the rights that docs/operations.md lists: those of training, then those of `stores` and `delete`."""
-    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text(encoding="utf-8")
-    return [re.findall(r"\+[\w|]+", line) for line in re.findall(r"^ACL SETUSER trainer .*$", page, re.MULTILINE)]
-
-
 @pytest.fixture
 def as_ann(server: LocalStores) -> str:
     """The server's URL for a user who has the documented rights of training, on the keys of run t."""
@@ -155,9 +150,9 @@ def test_a_user_with_few_rights_is_enough(as_ann: str) -> None:
         exercise(store)
 
 
-def test_these_rights_are_enough_with_parity_and_for_a_migration(as_ann: str) -> None:
-    """With parity servers are asked whether they answer; rows that have moved are deleted where they were."""
-    with Store.connect([as_ann], TIMEOUT, 1) as store:
+def migrate(url: str) -> None:
+    """What a run with parity and a migration do besides: ask servers whether they answer, and delete rows that have moved."""
+    with Store.connect([url], TIMEOUT, 1) as store:
         assert not store.down
         claim(store, "t", IDENTITY, "new")
         one = write("t", 0, 0, 1)
@@ -165,6 +160,23 @@ def test_these_rights_are_enough_with_parity_and_for_a_migration(as_ann: str) ->
         moved = Migrated(version=1, term=1, begin=0, end=3, copied=False, number=1, held=0)
         answers = store.commands_at_once(0, deletion(one.key, one.fields, Marker(1, 1), moved))
         assert changed(answers) == (3, 1)
+
+
+def test_these_rights_are_enough_with_parity_and_for_a_migration(as_ann: str) -> None:
+    migrate(as_ann)
+
+
+def test_each_of_these_rights_is_used(server: LocalStores, as_ann: str) -> None:
+    with Store(server.urls, TIMEOUT) as other:
+        other.command(0, "CONFIG", "RESETSTAT")
+    with Store([as_ann], TIMEOUT) as store:
+        exercise(store)
+    migrate(as_ann)
+    with Store(server.urls, TIMEOUT) as other:
+        statistics = other.command(0, "INFO", "commandstats")
+    assert isinstance(statistics, bytes)
+    used = {f"+{name}" for name in re.findall(r"cmdstat_([\w|]+):", statistics.decode())}
+    assert {*documented_rights()[0]} <= used
 
 
 def test_the_rights_of_commands_on_stores_are_enough(server: LocalStores, as_ann: str) -> None:

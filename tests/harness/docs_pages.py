@@ -130,3 +130,9 @@ def agree(shown: list[str], printed: list[str]) -> bool:
 
 def _masked(line: str) -> str:
     return re.sub(r"\s+", " ", _SIZE.sub("# B", _NUMBER.sub("#", line))).strip()
+
+
+def documented_rights() -> list[list[str]]:
+    """Return the rights that docs/operations.md lists: those of training, then those of `stores` and `delete`."""
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    return [re.findall(r"\+[\w|]+", line) for line in re.findall(r"^ACL SETUSER trainer .*$", page, re.MULTILINE)]

@@ -108,7 +108,7 @@ class Both:
         return min(float((trained - self.initial).abs().max()) for trained in (self.theirs, self.ours))
 
 
-def _fit(module: Any, given: Tensor, labels: Tensor, lr: float) -> None:
+def _train_alone(module: Any, given: Tensor, labels: Tensor, lr: float) -> None:
     """`BaseModel.fit` of DeepCTR-Torch, without penalties: DCN has one that no argument of its constructor turns off.
 
     Its loss is the sum over a batch, not the mean, so the rate is divided by the batch's size.
@@ -146,7 +146,7 @@ def _plain_loop(module: nn.Module, given: Tensor, labels: Tensor, lr: float) -> 
 
 
 LOOPS: dict[str, Callable[[Any, Tensor, Tensor, float], None]] = {
-    "deepctr_torch": _fit,
+    "deepctr_torch": _train_alone,
     "fuxictr": _train_one_epoch,
     "torchfm": _plain_loop,
 }
@@ -178,7 +178,7 @@ class Values:
         return cls(model, rows)
 
     @classmethod
-    def trained(cls, job: TrainJob, schedule: Schedule, trained: Trained, urls: Sequence[str]) -> Values:
+    def of_run(cls, job: TrainJob, schedule: Schedule, trained: Trained, urls: Sequence[str]) -> Values:
         """Those that training left in the store and in its leader."""
         values = cls.initial(job, schedule)
         values.model.load_state_dict(trained.dense.module.state_dict())
@@ -240,5 +240,5 @@ def compare(library: str, name: str, folder: Path, urls: Sequence[str], steps: i
 
     trained = train(job, schedule, urls, trainers=2)
     assert len(trained.steps) == steps
-    ours = Values.trained(job, schedule, trained, urls).logits(held_out)
+    ours = Values.of_run(job, schedule, trained, urls).logits(held_out)
     return Both(held_out.labels, initial, theirs, ours, trained.evaluations[-1].log_loss)

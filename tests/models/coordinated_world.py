@@ -529,7 +529,7 @@ class World:
         """Whether nothing further can happen: all have ended, or lanes are lost, or nobody is left."""
         return self.failed is not None or self.coordinator.all_ended
 
-    def settle(self) -> None:
+    def run_to_end(self) -> None:
         """Without further faults, and soon none of disks either: the trainers train on, or the job ends. Raises Broken where they do neither."""
         for one in self.trainers:
             one.stands_still = False

@@ -251,7 +251,7 @@ class MemberCheckpoints(TrainerCheckpoints):
         if plan is None or taken is None or self._part is not None:
             return
         snapshot = taken.snapshot
-        self._part = Part(plan.folder, snapshot.owned, snapshot.step)  # type: ignore[assignment, attr-defined]
+        self._part = SimulatedPart(plan.folder, snapshot.owned, snapshot.step)  # type: ignore[assignment, attr-defined]
 
     def enter_evaluation(self, term: int, step: int) -> EvaluationEnded:
         """The trainer that leads reports an evaluation, whose value depends on the step alone."""
@@ -292,7 +292,7 @@ class MemberCheckpoints(TrainerCheckpoints):
 
 
 @dataclass
-class Part:
+class SimulatedPart:
     """A trainer's part of a checkpoint, under way."""
 
     folder: str

@@ -124,6 +124,11 @@ def test_a_run_can_be_made_of_a_checkpoint_without_being_trained(case: Case, tmp
     (ended,) = (path for path in tmp_path.glob("step-*"))
     done("checkpoint", "restore", ended, "--run", tmp_path / "ended", "--store", "local:1")
     assert done("digest", tmp_path / "ended").strip() == case.whole
+    # It saves in its own folder, and nothing inside the one that it was made of.
+    before = set(ended.iterdir())
+    done("checkpoint", "save", tmp_path / "ended")
+    assert set(ended.iterdir()) == before
+    assert [path.name for path in (tmp_path / "ended" / "checkpoints").glob("step-*")] == [ended.name]
     assert "is at the end" in refused("train", "--from", ended, "--run", tmp_path / "further", "--store", "local:1")
 
 

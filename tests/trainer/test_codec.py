@@ -115,7 +115,7 @@ def test_files_say_null_where_messages_say_nothing_and_leave_out_what_is_marked(
         ("[]", Go, r"message: must be dict; got \[\]"),
         ("{}", Go, "message: must be Go; got None"),
         ('{"kind": "Term"}', Go, "message: must be Go; got 'Term'"),
-        ('{"kind": "Go", "now": 1}', Go, "Go: has no field 'now'"),
+        ('{"kind": "Go", "now": 1}', Go, "Go: has a field that is not known, 'now'"),
         ('{"kind": "Term", "number": 1, "members": [1]}', Term, "Term: must have 'hosts'; got number, members"),
         ('{"kind": "Term", "number": 1, "members": [true], "hosts": []}', Term, "Term.members: must be int; got True"),
         ('{"kind": "Term", "number": 1, "members": 1, "hosts": []}', Term, "Term.members: must be list; got 1"),

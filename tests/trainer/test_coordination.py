@@ -68,7 +68,7 @@ def lived(call: TrainingCall, drawn: int, killable: bool, faults: list[tuple[int
                 world.close()
                 return world
         world.disturb(fault, which)
-    world.settle()
+    world.run_to_end()
     world.close()
     return world
 

@@ -231,6 +231,26 @@ def test_an_increment(case: Case, draw: st.DataObject) -> None:
         assert (after == before) == (status != 0)
 
 
+def test_what_a_later_version_wrote_is_not_called_damaged(case: Case) -> None:
+    with working(case.run, case.schedule, case.checkpoints[0], case.full) as (home, (run, schedule, checkpoint, export)):
+        for file, command in (
+            (run / MANIFEST, ("digest", run)),
+            (run / STATUS, ("digest", run)),
+            (schedule / SCHEDULE, ("train", schedule, "--run", home / "new", "--store", "local:1")),
+            (checkpoint / CHECKPOINT, ("checkpoint", "verify", checkpoint)),
+            (export / ABOUT, ("apply", export, "--to", home / "served")),
+        ):
+            before = file.read_bytes()
+            if file.parent == run:
+                write_json(file, json.loads(before) | {"later": 1})
+            else:
+                write_sealed(file, sealed_in(file) | {"later": 1})
+            why = refused(*command)
+            assert f"{file.name} was written by a later version of foreload (" in why
+            assert why.endswith(": has a field that is not known, 'later'); use that version")
+            file.write_bytes(before)
+
+
 _NESTED = "[" * 100_000 + "]" * 100_000
 
 
@@ -255,7 +275,7 @@ def test_a_damaged_note_of_local_servers_is_refused(case: Case, text: str) -> No
     with working(case.run) as (_, (run,)):
         (run / STORES).mkdir()
         (run / STORES / "servers.json").write_text(text)
-        assert f"{run / STORES / 'servers.json'} is damaged (" in refused("digest", run)
+        assert f"{run / STORES / 'servers.json'} is damaged: " in refused("digest", run)
 
 
 JOB: dict[str, Any] = {

@@ -10,6 +10,7 @@ import psutil
 import pytest
 from clicks import Clicks
 from command_line import SMALL, done, refused, run_here
+from docs_pages import documented_rights
 from held import Hold
 
 from foreload.cache.client.local import LocalStores
@@ -27,6 +28,30 @@ def keys(url: str) -> list[str]:
         names = store.command(0, "KEYS", "*")
         assert isinstance(names, list)
         return sorted(key.decode() for key in names if not key.endswith(b":epoch"))
+
+
+def test_the_documented_rights_are_enough_and_each_command_needs_only_its_own(clicks: Clicks, tmp_path: Path) -> None:
+    """Without the right to ask how large a hash is, `stores status` lacks that size only, and forecasts with measured ones."""
+    run, told = tmp_path / "run", tmp_path / "status.json"
+    with LocalStores(3, tmp_path / "servers") as servers, Store(servers.urls) as store:
+        for shard in range(3):
+            store.command(shard, "ACL", "SETUSER", "ann", "on", ">secret", "~{run:*", "~run:run", *documented_rights()[0])
+        train(clicks, run, ",".join(url.replace("unix://", "unix://ann:secret@") for url in servers.urls))
+        forecasts = []
+        for rights in ([], documented_rights()[1]):
+            for shard in range(3):
+                store.command(shard, "ACL", "SETUSER", "ann", *rights)
+            done("stores", "status", run, "--json", told, FORELOAD_STORE_PASSWORD="secret")
+            status = json.loads(told.read_text())
+            assert [shard["state"] for shard in status["shards"]] == ["up"] * 3
+            assert status["parity"]["state"] == "ok"
+            assert all(("hash_bytes" in shard) == bool(rights) for shard in status["shards"])
+            forecasts.append(status["forecast"])
+        assert [one["overhead_measured"] for one in forecasts] == [False, True]
+        for computed, measured in zip(forecasts[0]["shards"], forecasts[1]["shards"], strict=True):
+            assert computed["memory_bytes"] == pytest.approx(measured["memory_bytes"], rel=0.1)
+        done("delete", run, FORELOAD_STORE_PASSWORD="secret")
+        assert not run.exists()
 
 
 def test_runs_with_rows_are_listed_and_each_is_deleted_by_itself(clicks: Clicks, tmp_path: Path) -> None:

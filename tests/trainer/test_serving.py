@@ -579,7 +579,7 @@ def test_the_rights_that_the_page_names_are_enough(case: Case, url: str) -> None
         done("apply", case.increments[0], "--to", applier, "--key", KEY)
         check_served(reader, KEY, case.full[1], case.steps[1])
         line = refused("apply", case.increments[1], "--to", reader, "--key", KEY)
-        assert "refuses the user or password (NOPERM" in line
+        assert "the user lacks a right (NOPERM" in line
         assert "://reader:***@" in line
         store.command(0, "ACL", "DELUSER", "applier", "reader")
 

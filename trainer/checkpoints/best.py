@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
-from foreload.base.codec import Count, FormError, finite, of_json, parse_json, to_stored
+from foreload.base.codec import Count, FormError, fault, finite, of_json, parse_json, to_stored
 from foreload.base.files import canonical
 from foreload.trainer.checkpoints.contents import MANIFEST
 from foreload.trainer.checkpoints.draft import folder_of
@@ -69,7 +69,8 @@ def best_checkpoint(folder: AnyFolder) -> AnyFolder:
         pass
     except FormError as error:
         raise CheckpointError(
-            f"--best: {folder / BEST} is damaged: {error}; name a checkpoint, or delete the file: training with --keep-best writes it again"
+            "--best: "
+            + fault(f"{folder / BEST}", error, "name a checkpoint, or delete the file: training with --keep-best writes it again")
         ) from error
     best = best_in(folder)
     if best is None:

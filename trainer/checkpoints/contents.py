@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal
 
 import numpy as np
 
-from foreload.base.codec import MOST, Amount, Count, FormError, JsonForm, Name, Step, between, of_json, to_stored
+from foreload.base.codec import MOST, Amount, Count, FormError, JsonForm, Name, Step, between, fault, of_json, to_stored
 from foreload.base.files import sealed, unsealed, within
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.samples.features import FeatureSpec, StoredFeatures
@@ -273,7 +273,7 @@ class Checkpoint:
         try:
             return within(self.place, file.name)
         except FormError as error:
-            raise damaged(self.place, MANIFEST, str(error)) from error
+            raise damaged(self.place, MANIFEST, error) from error
 
     @property
     def bits(self) -> int:
@@ -398,7 +398,7 @@ def _manifest(path: AnyFolder) -> tuple[dict[str, Any], str]:
     except OSError as error:
         raise CheckpointError(f"checkpoint {path}: cannot read {MANIFEST}: {error.strerror}; make it readable") from error
     except ValueError as error:
-        raise damaged(path, MANIFEST, str(error)) from error
+        raise damaged(path, MANIFEST, error) from error
     if stored.get("format") != FORMAT:
         raise CheckpointError(
             f"checkpoint {path}: its format must be {FORMAT}; got {stored.get('format')!r:.100}; use the foreload that wrote it"
@@ -411,7 +411,7 @@ def _contents(path: AnyFolder) -> tuple[Contents, str]:
     try:
         return of_json(stored, Contents), sha256
     except FormError as error:
-        raise damaged(path, MANIFEST, str(error)) from error
+        raise damaged(path, MANIFEST, error) from error
 
 
 def bases_in(folder: AnyFolder) -> dict[str, str | None]:
@@ -455,7 +455,7 @@ def checkpoints_in(folder: AnyFolder) -> Iterator[AnyFolder]:
     yield from sorted(paths, key=lambda path: (len(path.name), path.name))
 
 
-def damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
+def damaged(path: AnyFolder, name: str, why: Exception | str) -> CheckpointError:
     """Return the error for a damaged file of a checkpoint.
 
     Args:
@@ -463,4 +463,4 @@ def damaged(path: AnyFolder, name: str, why: str) -> CheckpointError:
         name: The file.
         why: What is wrong with it.
     """
-    return CheckpointError(f"checkpoint {path}: {name} is damaged: {why}; use another checkpoint, or a copy of this one")
+    return CheckpointError(f"checkpoint {path}: {fault(name, why, 'use another checkpoint, or a copy of this one')}")

@@ -143,9 +143,8 @@ def _plan(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import plan
 
     plan.check_writable(parsed.plot)
-    values = {name: value for name, value in given(parsed, TrainJob).items() if name in _OF_THE_JOB}
     request = plan.request_of(
-        parsed.schedule, values, parsed.job, plan.Pool.of(pool), deadline=deadline, budget=budget, history=parsed.history,
+        parsed.schedule, given(parsed, TrainJob), parsed.job, plan.Pool.of(pool), deadline=deadline, budget=budget, history=parsed.history,
         gb_price=price,
     )  # fmt: skip
     planned = plan.run(request, lambda line: print(f"plan: {line}", file=sys.stderr, flush=True))

@@ -36,7 +36,7 @@ _SPILL_BYTES, _SHORT_SPILL_BYTES, _LONG_SPILL_BYTES = 1.2, 0.5, 1.5  # see `spil
 # The latency histogram of a command. Redis 7 and newer, and Valkey, allocate one for each command
 # that was ever used.
 _HISTOGRAM_BYTES = 24_688
-_COMMANDS = frozenset(b"exists get hget hlen hmget hset info memory|usage multi exec ping rename set unlink watch".split())
+_COMMANDS = frozenset(b"get hget hlen hmget hset info memory|usage multi exec ping rename set unlink watch".split())
 
 
 @dataclass(frozen=True, slots=True)

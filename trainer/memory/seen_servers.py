@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -13,7 +14,7 @@ import numpy as np
 from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
-from foreload.cache.errors import CacheError
+from foreload.cache.errors import CacheError, CommandRefused, StoreAuth
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.fence import foreign_key, look_at
 from foreload.cache.protocol.shards.namespace import foreign_note, lane_key
@@ -43,6 +44,7 @@ class ShardReport(TypedDict, total=False):
             whose rows are saved has a state of its own.
         foreign: a key of another run.
         lane_entries: the number of entries in each lane's hash.
+        hash_bytes: the memory of these hashes. Missing if the user may not ask for it.
         markers: each lane's marker.
         rebuilt: the share of the rows that is rebuilt.
     """
@@ -92,7 +94,6 @@ def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport
             info = store.info(0)
             found = look_at(store, 0, namespace, range(lanes))
             keys = [lane_key(namespace, lane, one.epoch) for lane, one in found.items()]
-            sizes = [store.command(0, "MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys]
             rows = [one.rows for one in found.values()]
             foreign = foreign_key(found) or foreign_note(store, 0, namespace)
             report: ShardReport = {
@@ -103,12 +104,14 @@ def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport
                 "allocator": info.get("mem_allocator", ""),
                 "entries": sum(rows),
                 "lane_entries": rows,
-                "hash_bytes": sum(size for size in sizes if isinstance(size, int)),
                 "markers": [str(one.marker) for one in found.values()],
                 "memory_bytes": int(info["used_memory"]),
                 "counted_bytes": counted_bytes(info),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,
             }
+            with contextlib.suppress(StoreAuth, CommandRefused):
+                sizes = store.commands_at_once(0, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys])
+                report["hash_bytes"] = sum(size for size in sizes if isinstance(size, int))
             return report if foreign is None else {**report, "foreign": str(foreign)}
     except CacheError as error:
         return {"shard": shard, "url": str(parse_url(url)), "state": "down", "why": str(error)}
@@ -116,6 +119,8 @@ def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport
 
 def server_seen(report: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -> ShardServer:
     """Return a server, by its report of what it holds now.
+
+    If it does not report the memory of its hashes, that is taken from measured sizes of rows.
 
     Args:
         at_end: int64 [lanes, sizes], the rows that it will hold. The rows that it holds now are
@@ -127,12 +132,16 @@ def server_seen(report: ShardReport, at_end: np.ndarray, sizes: Sequence[int]) -
     info = {f"{kind}_version": number, "mem_allocator": report.get("allocator", "")} if version else {}
     hashes = HashMemory.known(info, sizes)
     there = np.array(report.get("lane_entries", []), np.int64)
-    used = float(report.get("counted_bytes", 0) - report.get("hash_bytes", 0))
+    held = float(report.get("hash_bytes", 0))
     if there.sum():
         shares = at_end.sum(axis=0) / max(at_end.sum(), 1)
-        tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
-        mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
-        hashes = hashes.fitted(int(there.sum()), tables, mixed, float(report["hash_bytes"]))
+        if "hash_bytes" in report:
+            tables = float(hash_bytes(HashMemory(hashes.growth, {0: 0.0}, False), there[:, None]).sum())
+            mixed = {size: float(share) for size, share in zip(sizes, shares, strict=True)}
+            hashes = hashes.fitted(int(there.sum()), tables, mixed, held)
+        else:
+            held = float(hash_bytes(hashes, np.rint(there[:, None] * shares).astype(np.int64)).sum())
+    used = report.get("counted_bytes", 0) - held
     return ShardServer(report["shard"], report["url"], hashes, max(used, 0.0), report.get("limit_bytes"))
 
 

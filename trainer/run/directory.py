@@ -41,7 +41,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-from foreload.base.codec import FormError, of_json, parse_json
+from foreload.base.codec import FormError, fault, of_json, parse_json
 from foreload.base.files import persist, remove_empty, remove_unfinished, replacing, write_json
 from foreload.cache.client.local import LocalStores
 from foreload.cache.parity.placement import Placement
@@ -441,10 +441,10 @@ class Run:
         try:
             return of_json(stored, kind)
         except FormError as error:
-            raise self._damaged(name, str(error)) from error
+            raise self._damaged(name, error) from error
 
-    def _damaged(self, name: str, why: str) -> RunRefused:
-        return RunRefused(f"run {self.path}: {name} is damaged ({why}); {_REMEDY}")
+    def _damaged(self, name: str, why: Exception | str) -> RunRefused:
+        return RunRefused(f"run {self.path}: {fault(name, why, _REMEDY)}")
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from foreload.base.codec import FormError, of_json, parse_json
+from foreload.base.codec import FormError, fault, of_json, parse_json
 from foreload.base.files import write_json
 from foreload.cache.client.url import parse_url
 from foreload.trainer.errors import RunError
@@ -47,7 +47,7 @@ class EngineRecord:
         except FileNotFoundError:
             return None
         except (FormError, OSError) as error:
-            raise RunError(f"run {run}: {ENGINE} is damaged ({error}); restore the folder from a copy") from error
+            raise RunError(f"run {run}: {fault(ENGINE, error, 'restore the folder from a copy')}") from error
 
     def write(self, run: Path) -> None:
         """Write the record of a run."""

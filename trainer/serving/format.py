@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from foreload.base.codec import Count, FormError, Name, Natural, between, of_json
+from foreload.base.codec import Count, FormError, Name, Natural, between, fault, of_json
 from foreload.base.files import is_full, read_sealed, replacing, within, write_sealed
 from foreload.base.settings import local
 from foreload.cache.errors import CacheError
@@ -370,7 +370,7 @@ class Export:
         except OSError as error:
             raise ExportError(f"{path}: cannot read {ABOUT}: {error.strerror}; make it readable") from error
         except (ValueError, CacheError) as error:
-            raise _damaged(path, ABOUT, str(error)) from error
+            raise _damaged(path, ABOUT, error) from error
         return export
 
     def file(self, name: str) -> Path:
@@ -382,7 +382,7 @@ class Export:
         try:
             return within(self.path, name)
         except FormError as error:
-            raise _damaged(self.path, ABOUT, str(error)) from error
+            raise _damaged(self.path, ABOUT, error) from error
 
     @property
     def step(self) -> int:
@@ -537,5 +537,5 @@ def check_rows(export: Export, table: int, rows: int, where: str) -> None:
         )
 
 
-def _damaged(path: Path, name: str, why: str) -> ExportError:
-    return ExportError(f"{path}: {name} is damaged: {why}; export it again, or use a copy")
+def _damaged(path: Path, name: str, why: Exception | str) -> ExportError:
+    return ExportError(f"{path}: {fault(name, why, 'export it again, or use a copy')}")

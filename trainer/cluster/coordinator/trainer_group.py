@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from foreload.base.codec import FormError, of_json
+from foreload.base.codec import FormError, fault, of_json
 from foreload.cache.rows.layout import slot_columns
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket, RequestQueue
 from foreload.trainer.cluster.coordinator.coordinator import Coordinator
@@ -23,7 +23,7 @@ from foreload.trainer.cluster.messages.trainers import Departed, LaunchSpec, Tra
 from foreload.trainer.compute.reports import Totals
 from foreload.trainer.errors import RunError
 from foreload.trainer.job.scheduler import Meeting
-from foreload.trainer.run.directory import Run
+from foreload.trainer.run.directory import STATUS, Run
 from foreload.trainer.run.event_log import CallEnded
 from foreload.trainer.run.manifest import Status, code_sums
 from foreload.trainer.run.report import RunReport, rows_of_steps
@@ -59,7 +59,7 @@ def _totals(run: Run, start: Status) -> Totals:
     try:
         return of_json(start.totals, Totals)
     except FormError as error:
-        raise RunError(f"run {run.path}: status.json is damaged ({error}); restore the folder from a copy") from error
+        raise RunError(f"run {run.path}: {fault(STATUS, error, 'restore the folder from a copy')}") from error
 
 
 class TrainerGroup:

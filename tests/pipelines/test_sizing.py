@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foreload.cache.rows.layout import RowLayout
+from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.cache.rows.partition import Partition
 from foreload.pipelines.compiler import numbering, row_table
 from foreload.pipelines.compiler.row_table import RowTable
@@ -51,9 +51,7 @@ def test_a_row_at_rest_tells_its_columns(columns: int) -> None:
     assert columns_of(stored_bytes(columns) - 1) == columns
 
 
-@given(
-    st.integers(1, 50), st.integers(1, 40), st.sampled_from(["sgd", "adagrad", "rowwise_adagrad", "adam", "ftrl"]), st.booleans()
-)
+@given(st.integers(1, 50), st.integers(1, 40), st.sampled_from(ROW_OPTIMIZERS), st.booleans())
 def test_a_partition_takes_what_its_slots_are_said_to_take(slots: int, width: int, optimizer: str, with_base: bool) -> None:
     row = RowLayout(0, "t", 9, (("weights", width),), optimizer)
     partition = Partition(slots, 0, row.width, row.state_width, with_base=with_base)

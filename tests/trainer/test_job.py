@@ -11,6 +11,7 @@ import pytest
 
 from foreload.base.errors import SettingError
 from foreload.base.settings import read_job_file, size_bytes
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.samples.features import FeatureSpec
 from foreload.trainer.compute.row_optimizers import RowOptimizer
 from foreload.trainer.job.job import TrainJob
@@ -95,7 +96,7 @@ def test_a_trainer_is_reached_at_the_address_given_or_that_which_the_rendezvous_
         ({"dim": "8.5"}, "--dim: must be a whole number; got '8.5'"),
         ({"lr": float("nan")}, "--lr: must be a finite number"),
         ({"lr": -1}, "--lr: must be at least 0; got -1"),
-        ({"row_optimizer": "lion"}, "--row-optimizer: must be one of sgd, adagrad, rowwise_adagrad, adam, ftrl; got 'lion'"),
+        ({"row_optimizer": "lion"}, f"--row-optimizer: must be one of {', '.join(ROW_OPTIMIZERS)}; got 'lion'"),
         ({"row_optimizer": "ftrl", "lr": 0}, "--lr: must be above 0 with row-optimizer ftrl"),
         ({"row_options": ["beta1=0.5"]}, "--row-options: adagrad has no option beta1; it has epsilon, decay"),
         ({"row_options": ["decay=x"]}, "--row-options: decay: must be a finite number; got 'x'"),

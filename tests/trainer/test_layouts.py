@@ -92,7 +92,7 @@ def test_gradients_of_views_come_together_in_the_block() -> None:
 @pytest.mark.parametrize(
     ("name", "lr", "message"),
     [
-        ("lion", 0.1, "must be one of sgd, adagrad, rowwise_adagrad, adam, ftrl; got 'lion'"),
+        ("lion", 0.1, f"must be one of {', '.join(ROW_OPTIMIZERS)}; got 'lion'"),
         ("ftrl", 0, "lr: must be above 0 with row-optimizer ftrl"),
         ("ftrl", 1e-50, "lr: must be above 0 with row-optimizer ftrl"),
         ("sgd", -1, "not negative"),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from foreload.base.errors import SettingError
+from foreload.cache.rows.layout import ROW_OPTIMIZERS
 from foreload.pipelines.planning.sizing import TRAILER_BYTES
 from foreload.pipelines.samples.features import (
     Dense,

@@ -26,9 +26,9 @@ _of_own_file = caching._SourceFileBackedLocatorMixin.get_source_stamp
 
 @cache
 def sources(package: Path = _PACKAGE) -> str:
-    """Return the SHA-256 of all files of a package that declare kernels or that these import.
+    """Return the SHA-256 of all files of a package that declare kernels, that these import, and so on.
 
-    Constants of imported files are compiled into kernels.
+    Constants of imported files are compiled into kernels, and may be made of those of others.
     """
     read: dict[str, bytes] = {}
     for folder, _, names in os.walk(package, followlinks=True):
@@ -36,10 +36,14 @@ def sources(package: Path = _PACKAGE) -> str:
             if name.endswith(".py"):
                 with open(os.path.join(folder, name), "rb") as file:
                     read[os.path.relpath(file.name, package)] = file.read()
-    kernels = {name for name, data in read.items() if b"import nb\n" in data}
-    imported = {name.decode().replace(".", "/") + ".py" for kernel in kernels for name in _IMPORTED.findall(read[kernel])}
+    reached: set[str] = set()
+    ahead = {name for name, data in read.items() if b"import nb\n" in data}
+    while ahead:
+        reached |= ahead
+        imported = {name.decode().replace(".", "/") + ".py" for one in ahead for name in _IMPORTED.findall(read[one])}
+        ahead = (imported & read.keys()) - reached
     checksum = hashlib.sha256()
-    for name in sorted(kernels | (imported & read.keys())):
+    for name in sorted(reached):
         checksum.update(f"{name} {len(read[name])}\n".encode() + read[name])
     return checksum.hexdigest()
 

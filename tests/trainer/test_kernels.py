@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foreload.base.compiled import sources
 from foreload.base.errors import SettingError
 from foreload.cache.rows.layout import ROW_OPTIMIZERS, RowLayout
 from foreload.trainer.compute.choose_kernels import kernels_for
@@ -351,3 +353,22 @@ def test_the_variant_is_chosen_by_device_or_environment(monkeypatch: pytest.Monk
     monkeypatch.setenv("FORELOAD_KERNELS", "compiled")
     with pytest.raises(SettingError, match="compiled on the CPU"):
         kernels_for("cuda")
+
+
+def test_kernels_are_compiled_again_if_anything_changes_that_they_are_compiled_from(tmp_path: Path) -> None:
+    """Constants may be made of those of other files."""
+    files = {
+        "kernel.py": "from foreload.base.compiled import nb\nfrom foreload.rules import KIND\n",
+        "rules.py": "from foreload.cache.layout import NAMES\nKIND = NAMES.index('adam')\n",
+        "cache/layout.py": "NAMES = ('sgd', 'adam')\n",
+        "others.py": "from foreload.kernel import run\n",
+    }
+    (tmp_path / "cache").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    # It reads a package once in a process.
+    before = sources.__wrapped__(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(f"{text}# changed\n")
+        assert (sources.__wrapped__(tmp_path) != before) == (name != "others.py"), name
+        (tmp_path / name).write_text(text)

@@ -20,6 +20,8 @@ from foreload.pipelines.samples.feature_file import load_features
 
 # Data of others, in the folder that FORELOAD_DATA names; blocks with them are left out without it.
 SAMPLES = ("criteo", "talkingdata")
+# `make bench` writes the others.
+WRITTEN = [page for page in pages() if ROOT / "docs" / "benchmarks" not in page.parents]
 EXAMPLES = [page for page in pages() if any(block.file is None for block in blocks(page))]
 QUICK = [page for page in EXAMPLES if any(block.file is None and not block.full for block in blocks(page))]
 
@@ -44,6 +46,14 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
     # As the title of a link to their file. In the text, long names would leave the other columns of a table no room.
     for link, test in re.findall(r"\]\(([\w./]+) \"(test_\w+)\"\)", page.read_text(encoding="utf-8")):
         assert f"def {test}(" in (page.parent / link).read_text(encoding="utf-8"), test
+
+
+@pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
+def test_prose_is_wrapped_at_100_columns(page: Path) -> None:
+    """Tables, headings, comments and code are not wrapped, and one word, such as a link, may be longer."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    prose = [line for line in text.splitlines() if not line.startswith(("|", "#", "<"))]
+    assert [line for line in prose if len(line) > 100 and " " in line.strip().removeprefix("- ")] == []
 
 
 def test_pages_named_in_the_code_have_the_section() -> None:

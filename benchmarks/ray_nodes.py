@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -63,7 +64,9 @@ class RayNodes:
     def drain(self, node: str) -> None:
         """Ask that a node be drained, as a cloud does that takes a machine back."""
         how = ["--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "taken back"]
-        subprocess.run(["ray", "drain-node", "--address", self.address, "--node-id", node, *how], check=True)
+        subprocess.run(
+            [Path(sys.executable).with_name("ray"), "drain-node", "--address", self.address, "--node-id", node, *how], check=True
+        )
 
     def restore(self, count: int) -> None:
         """Add nodes until there are so many."""

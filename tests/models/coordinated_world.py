@@ -334,7 +334,11 @@ class Trainer:
         self.left_early = why is not None
         self.checkpoints.drop("the term is over")
         step = -1 if self.joins else self.step
-        self.say(TermLeft(self.term.number, step, () if self.joins else copies, stopping, why, joins=self.joins))
+        # Who is dead has closed its connections, and so has who has left; who stands still may be taken for it.
+        others = [other for other in self.term.members if other != self.number]
+        closed = [other for other in others if not self.world.trainers[other].acts or self.world.trainers[other].left_early]
+        named = self.world.draw.choice([None, *closed]) if why is not None else None
+        self.say(TermLeft(self.term.number, step, () if self.joins else copies, stopping, why, joins=self.joins, closed=named))
         self.stage = "left"
         return True
 

@@ -6,6 +6,7 @@ import itertools
 import shutil
 import tempfile
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,13 @@ import pytest
 from small_call import small_call
 from test_rendezvous import TIMEOUT
 
-from foreload.trainer.cluster.coordinator.membership import FRUITLESS_TERMS, LEAVE_TIMEOUT, UNCOVERED_TIMEOUT, Membership
+from foreload.trainer.cluster.coordinator.membership import (
+    CLOSED_SILENCE,
+    FRUITLESS_TERMS,
+    LEAVE_TIMEOUT,
+    UNCOVERED_TIMEOUT,
+    Membership,
+)
 from foreload.trainer.cluster.coordinator.terms import first_term, next_term
 from foreload.trainer.cluster.messages.facts import Lease, Term, TermBegins, TermOver
 from foreload.trainer.cluster.messages.rendezvous import Rendezvous, host_store
@@ -167,6 +174,31 @@ def test_one_that_does_not_leave_is_lost_too() -> None:
     assert job.of.poll({}, ())
     assert job.of.term.members == (0, 1, 2)
     assert "it does not leave the term" in job.told[0]
+
+
+def test_one_whose_connection_another_found_closed_is_lost_once_it_does_not_renew_its_lease() -> None:
+    soon = timedelta(seconds=CLOSED_SILENCE * SILENCE.total_seconds())
+    for closed, renews, lost in ((2, False, True), (2, True, False), (None, False, False)):
+        job = Coordinator(4)
+        job.ready()
+        job.rendezvous.publish(Lease(0), 2)
+        assert not job.of.poll({}, ())
+        for trainer in (0, 1, 3):
+            job.of.receive(trainer, replace(left(job.of.term, trainer, 3), closed=closed))
+        job.now += soon.total_seconds()
+        assert not job.of.poll({}, ())
+        if renews:
+            job.rendezvous.publish(Lease(1), 2)
+        job.now += 0.1
+        assert job.of.poll({}, ()) == lost
+        if lost:
+            assert (job.of.term.members, job.killed) == ((0, 1, 3), [2])
+            assert "trainer 2: lost (its connections are closed, and it sends no messages)" in job.told[0]
+        else:
+            # It comes later, and is a member of the next term.
+            job.leave(2, step=3)
+            assert job.of.poll({}, ())
+            assert (job.of.term.members, job.killed) == ((0, 1, 2, 3), [])
 
 
 def test_one_that_alone_has_lanes_and_may_be_alive_is_waited_for() -> None:

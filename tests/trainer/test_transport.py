@@ -194,6 +194,28 @@ def test_a_term_that_is_interrupted_frees_who_waits_there_and_who_waits_for_it(c
         first.post({}, {1: torch.zeros(1)}, 2).wait(TIMEOUT)
 
 
+@pytest.mark.parametrize("addresses", [["127.0.0.1"] * 3, ["127.0.0.1", "127.0.0.2", "127.0.0.3"]], ids=["linked", "over tcp"])
+def test_who_closed_a_connection_is_known_unless_this_trainer_interrupted_it(addresses: list[str]) -> None:
+    first, second, third = formed(addresses)
+
+    def closed() -> list[int | None]:
+        return [first.closed, third.closed]
+
+    with pytest.raises(PeerLost):
+        first.post({}, {1: torch.zeros(1)}, 1).wait(SHORT)
+    assert closed() == [None, None]  # it was only silent
+    third.interrupt()
+    with pytest.raises(PeerLost):
+        third.post({}, {1: torch.zeros(1)}, 1).wait(TIMEOUT)
+    assert closed() == [None, None]
+    second.close()
+    with pytest.raises(PeerLost, match="trainer 0: lost trainer 1: it has left"):
+        first.post({}, {1: torch.zeros(1)}, 1).wait(TIMEOUT)
+    assert closed() == [1, None]
+    first.close()
+    third.close()
+
+
 def test_a_lost_peer_is_named_by_its_number_and_not_by_its_rank() -> None:
     first, second = LocalHub([7, 3]).transports(TIMEOUT)
     assert [first.rank, second.rank] == [0, 1]

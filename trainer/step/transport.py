@@ -65,7 +65,11 @@ class Transport(ABC):
         world: the number of trainers.
         timeout: how long a peer may be silent before it counts as lost.
         bytes_sent: payload bytes sent, by kind of message.
+        closed: the number of a trainer whose connection was found closed, although this trainer had
+            not interrupted its own. None if there is none.
     """
+
+    closed: int | None = None
 
     def __init__(self, trainer: int, members: Sequence[int], timeout: timedelta) -> None:
         """Determine this trainer's rank.
@@ -200,6 +204,7 @@ class LinkedTransport(Transport):
         self.links: dict[int, Link] = {}
         self._met: queue.SimpleQueue[tuple[int, TcpLink]] = queue.SimpleQueue()
         self._server: TokenServer | None = None
+        self._interrupted = False
         deadline = time.monotonic() + (forming or timeout).total_seconds()
         group = dist.PrefixStore(f"term/{term}/links", store)
         name, accepting = host_link.listen()
@@ -321,15 +326,22 @@ class LinkedTransport(Transport):
             try:
                 self.links[peer].send(kind, tensor)
             except LinkClosed as error:
-                raise self.lost(peer, str(error)) from error
+                raise self.left(peer, error) from error
         return _LinkedWork(self, kind, expected, list(outgoing))
 
     def check_peers(self) -> None:
         for peer, link in self.links.items():
             if link.has_left:
-                raise self.lost(peer, "it has left")
+                raise self.left(peer, LinkClosed("it has left"))
+
+    def left(self, peer: int, error: LinkClosed | TimeoutError) -> PeerLost:
+        """Return the error that reports the loss of the trainer with rank `peer`, by that of its link."""
+        if isinstance(error, LinkClosed) and not self._interrupted:
+            self.closed = self.members[peer]
+        return self.lost(peer, str(error))
 
     def interrupt(self) -> None:
+        self._interrupted = True
         for link in list(self.links.values()):
             link.interrupt()
 
@@ -363,7 +375,7 @@ class _LinkedWork(Work):
             for peer in self._sent_to:
                 transport.links[peer].finish_sending(deadline)
         except (LinkClosed, TimeoutError) as error:
-            raise transport.lost(peer, str(error)) from error
+            raise transport.left(peer, error) from error
         self._expected, self._sent_to = [], []
 
 

@@ -34,7 +34,15 @@ LEAVE_TIMEOUT = timedelta(seconds=30)
 # How long to wait for members that are silent, or do not leave, if the others lack a complete
 # replica of one of their lanes. As long as such a member is not dead, training may still go on.
 UNCOVERED_TIMEOUT = timedelta(seconds=300)
-SILENT, _LATE = "it sends no messages", "it does not leave the term"
+# A member that does not leave a term is lost as soon as another one found its connection closed, and
+# it has not renewed its lease for this share of --peer-timeout, two renewals. It died with all that
+# could report it, such as its machine, or cannot be reached.
+CLOSED_SILENCE = 0.2
+SILENT, _LATE, _CLOSED = (
+    "it sends no messages",
+    "it does not leave the term",
+    "its connections are closed, and it sends no messages",
+)
 # After so many terms in a row that ended without a committed step although all members were alive,
 # two members cannot reach each other, and one of them must go.
 FRUITLESS_TERMS = 3
@@ -115,7 +123,7 @@ class Membership:
         match event:
             case Ready():
                 self.ready[trainer] = event
-            case TermLeft() if self._lost.get(trainer, SILENT) in (SILENT, _LATE):
+            case TermLeft() if self._lost.get(trainer, SILENT) in (SILENT, _LATE, _CLOSED):
                 # A member that was only silent or late is back in time, so it is not lost.
                 self._lost.pop(trainer, None)
                 self._left[trainer] = event
@@ -141,9 +149,12 @@ class Membership:
         dead = {trainer: gone[trainer] for trainer in self.term.members if trainer in gone}
         if self.survives:
             self._lost = {trainer: why for trainer, why in dead.items() if trainer not in ended} | self._lost
-            for trainer in self.silent():
-                if trainer not in self._left:
+            closed = {left.closed for left in self._left.values()}
+            for trainer, silence in self._silences().items():
+                if trainer not in self._left and silence > self._silence.total_seconds():
                     self._lost.setdefault(trainer, SILENT)
+                elif trainer not in self._left and trainer in closed and silence > CLOSED_SILENCE * self._silence.total_seconds():
+                    self._lost.setdefault(trainer, _CLOSED)
         self._see_handed_over(gone)
         # `_over_at` is None while the term goes on. A term is over once a member is lost, a member
         # has left because of a failure, or all have left as planned.
@@ -299,30 +310,29 @@ class Membership:
         return True
 
     def silent(self) -> list[int]:
-        """Return the members whose lease has run out.
+        """Return the members whose lease has run out."""
+        return [trainer for trainer, silence in self._silences().items() if silence > self._silence.total_seconds()]
 
-        An only member never counts as silent, since no other trainer could host its lanes.
+    def _silences(self) -> dict[int, float]:
+        """Return how long each member has not renewed its lease, in seconds.
+
+        There are none for an only member, since no other trainer could host its lanes, and for
+        members that are still starting. Their death shows by their processes.
         """
         if len(self.term.members) == 1:
-            return []
+            return {}
         now = self._clock()
         # If this process was itself stopped since the last look, no lease could be seen meanwhile,
         # so all leases start anew.
         if now - self._looked_at > self._silence.total_seconds() / 2:
             self._leases = {trainer: (count, now) for trainer, (count, _) in self._leases.items()}
         self._looked_at = now
-        silent = []
         for trainer in self.term.members:
             lease = self._rendezvous.poll(Lease, trainer)
-            # Without a lease the trainer is still starting. Its death shows by its process.
-            if lease is None:
-                continue
             known = self._leases.get(trainer)
-            if known is None or known[0] != lease.count:
+            if lease is not None and (known is None or known[0] != lease.count):
                 self._leases[trainer] = lease.count, now
-            elif now - known[1] > self._silence.total_seconds():
-                silent.append(trainer)
-        return silent
+        return {trainer: now - self._leases[trainer][1] for trainer in self.term.members if trainer in self._leases}
 
 
 _NOTHING = SeededCopy(0, 0, False)

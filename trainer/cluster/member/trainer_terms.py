@@ -137,6 +137,7 @@ class TrainerTerms:
         self._watch = None if joined.connect is None else TermWatch(joined.connect, joined.number, joined.job.peer_silence)
         self.keeps_folder: Callable[[Term], int | None] = lambda term: None
         self.on_over: Callable[[], None] = lambda: None
+        self._closed: int | None = None  # a trainer whose connection was found closed in the term
 
     @property
     def survives(self) -> bool:
@@ -205,10 +206,12 @@ class TrainerTerms:
             transport = StagedTransport(device, store, number, trainer, members, silence, address, forming, self.check, token)
         else:
             transport = NcclTransport(store, number, trainer, members, silence, device)
+        self._closed = None
         try:
             with self._watch.watching(number, transport, self.on_over) if self._watch is not None else contextlib.nullcontext():
                 yield transport
         finally:
+            self._closed = transport.closed
             transport.close()
 
     def await_begin(self, fingerprint: dict[str, str], session: TermSession) -> None:
@@ -325,9 +328,10 @@ class TrainerTerms:
         """
         number = self.term.number
         if position is None:
-            self._events.send(TermLeft(number, -1, (), False, why, joins=True))
+            self._events.send(TermLeft(number, -1, (), False, why, joins=True, closed=self._closed))
         else:
-            self._events.send(TermLeft(number, position.step, position.copies, position.stopping, why, keeps=keeps))
+            at = position.step, position.copies, position.stopping
+            self._events.send(TermLeft(number, *at, why, keeps=keeps, closed=self._closed))
         self._come_to("left")
         number += 1
         while (term := self._rendezvous.poll(Term, number)) is None:

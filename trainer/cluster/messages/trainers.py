@@ -133,6 +133,7 @@ class TermLeft:
         joins: The trainer does not yet have the state that the others hold in memory, so it stands
             at no step.
         keeps: The trainer cannot go on, so the next term keeps what the store lacks.
+        closed: A trainer whose connection this one found closed. None if it found none.
     """
 
     term: int
@@ -142,6 +143,7 @@ class TermLeft:
     why: str | None
     joins: bool = False
     keeps: bool = False
+    closed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,10 @@ def _side_by_side(machines: Mapping[str, Sequence[Result]]) -> list[str]:
     lines = []
     for name, results in machines.items():
         texts = dict.fromkeys(_hardware(one) for one in results if "claims" in one)
-        lines.append(f"- [{name}](benchmarks/{name}/README.md): {'; '.join(texts) or 'nothing measured'}")
+        text = f"[{name}](benchmarks/{name}/README.md): {'; '.join(texts) or 'nothing measured'}"
+        lines += textwrap.wrap(
+            text, 100, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
     by_script: dict[str, dict[str, Result]] = {script: {} for script in MINUTES}
     for name, results in machines.items():
         for one in results:

@@ -131,8 +131,8 @@ def test_a_server_that_refused_and_is_rebuilt_does_not_count_as_one_that_has_its
         }
     )
     message = (
-        r"store shards 0, 1 no longer take part, but parity covers only 1: store unix://\S*shard-0\.sock: refuses the user or "
-        r"password .*"
+        r"store shards 0, 1 no longer take part, but parity covers only 1: store unix://\S*shard-0\.sock: the user lacks a "
+        r"right .*"
         r"Of these, 0 still have their rows"
     )
     with pytest.raises(ShardsRefuse, match=message):

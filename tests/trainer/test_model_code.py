@@ -277,7 +277,7 @@ def test_a_file_outside_of_the_copy_is_refused(home: Home, clicks: Clicks, name:
     manifest["code"][0]["name"] = name
     (run / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        RunError, match=r"manifest\.json is damaged \(Manifest\.code\.name: must be the name of a file in the same folder"
+        RunError, match=r"manifest\.json is damaged: Manifest\.code\.name: must be the name of a file in the same folder"
     ):
         _ = Run.open(run).manifest
 

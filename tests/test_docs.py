@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from clicks import Clicks
 from command_line import done, run_here
-from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields
+from docs_pages import ROOT, Block, agree, anchors, blocks, is_module, links, modules, pages, table_fields, without_blocks
 
 from foreload.cache.client.url import parse_url
 from foreload.pipelines.samples.feature_file import load_features
@@ -51,8 +51,7 @@ def test_tests_that_a_page_names_are_there(page: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_is_wrapped_at_100_columns(page: Path) -> None:
     """Tables, headings, comments and code are not wrapped, and one word, such as a link, may be longer."""
-    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    prose = [line for line in text.splitlines() if not line.startswith(("|", "#", "<"))]
+    prose = [line for line in without_blocks(page).splitlines() if not line.startswith(("|", "#", "<"))]
     assert [line for line in prose if len(line) > 100 and " " in line.strip().removeprefix("- ")] == []
 
 

@@ -127,8 +127,11 @@ class LocalStores:
             return None
         except (FormError, OSError) as error:
             raise StoreError(
-                "store local: "
-                + fault(f"{Path(directory) / _SERVERS}", error, "stop its servers, if any are running, and delete that file")
+                fault(
+                    f"store local: {Path(directory) / _SERVERS}",
+                    error,
+                    "stop its servers, if any are running, and delete that file",
+                )
             ) from error
         return stores
 

@@ -202,7 +202,7 @@ def add_arguments(command: argparse.ArgumentParser, kind: type, only: Collection
     """
     groups: dict[str, Any] = {"": command}
     added = {name: known for name, known in settings_of(kind).items() if known.form != "file" and (only is None or name in only)}
-    command.set_defaults(**{_added(kind): (*(command.get_default(_added(kind)) or ()), *added)})
+    command.set_defaults(**{_added(kind): tuple(added)})
     for known in added.values():
         if known.group not in groups:
             groups[known.group] = command.add_argument_group(known.group)

@@ -162,11 +162,7 @@ def migrate(url: str) -> None:
         assert changed(answers) == (3, 1)
 
 
-def test_these_rights_are_enough_with_parity_and_for_a_migration(as_ann: str) -> None:
-    migrate(as_ann)
-
-
-def test_each_of_these_rights_is_used(server: LocalStores, as_ann: str) -> None:
+def test_these_rights_are_enough_with_parity_and_for_a_migration_too_and_each_is_used(server: LocalStores, as_ann: str) -> None:
     with Store(server.urls, TIMEOUT) as other:
         other.command(0, "CONFIG", "RESETSTAT")
     with Store([as_ann], TIMEOUT) as store:

@@ -82,9 +82,14 @@ def blocks(page: Path) -> list[Block]:
     return marked
 
 
+def without_blocks(page: Path) -> str:
+    """A page without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+
+
 def links(page: Path) -> list[str]:
     """The targets of a page's links that are not on the web; code is left out."""
-    text = re.sub(r"`[^`\n]*`", "", re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL))
+    text = re.sub(r"`[^`\n]*`", "", without_blocks(page))
     return [target for target in _LINK.findall(text) if not re.match(r"[a-z]+:", target)]
 
 

@@ -69,8 +69,11 @@ def best_checkpoint(folder: AnyFolder) -> AnyFolder:
         pass
     except FormError as error:
         raise CheckpointError(
-            "--best: "
-            + fault(f"{folder / BEST}", error, "name a checkpoint, or delete the file: training with --keep-best writes it again")
+            fault(
+                f"--best: {folder / BEST}",
+                error,
+                "name a checkpoint, or delete the file: training with --keep-best writes it again",
+            )
         ) from error
     best = best_in(folder)
     if best is None:

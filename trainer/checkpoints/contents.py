@@ -463,4 +463,4 @@ def damaged(path: AnyFolder, name: str, why: Exception | str) -> CheckpointError
         name: The file.
         why: What is wrong with it.
     """
-    return CheckpointError(f"checkpoint {path}: {fault(name, why, 'use another checkpoint, or a copy of this one')}")
+    return CheckpointError(fault(f"checkpoint {path}: {name}", why, "use another checkpoint, or a copy of this one"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -14,10 +13,10 @@ import numpy as np
 from foreload.base.at_once import at_once, results_of
 from foreload.cache.client.store import Store, server_version
 from foreload.cache.client.url import parse_url
-from foreload.cache.errors import CacheError, CommandRefused, StoreAuth
+from foreload.cache.errors import CacheError
 from foreload.cache.parity.placement import Placement
 from foreload.cache.protocol.shards.fence import foreign_key, look_at
-from foreload.cache.protocol.shards.namespace import foreign_note, lane_key
+from foreload.cache.protocol.shards.namespace import foreign_note, lane_key, memory_of
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.pipelines.schedule.reader import Schedule
@@ -30,7 +29,6 @@ from foreload.trainer.run.manifest import Manifest
 from foreload.trainer.saved.model_rows import given_ordinals
 
 _TIMEOUT, _CONNECT = timedelta(seconds=5), timedelta(seconds=1)
-_SAMPLES = 200  # values of a hash that Redis samples to estimate its size
 
 
 class ShardReport(TypedDict, total=False):
@@ -109,9 +107,8 @@ def _ask_server(shard: int, url: str, namespace: str, lanes: int) -> ShardReport
                 "counted_bytes": counted_bytes(info),
                 "limit_bytes": int(info.get("maxmemory", 0)) or None,
             }
-            with contextlib.suppress(StoreAuth, CommandRefused):
-                sizes = store.commands_at_once(0, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys])
-                report["hash_bytes"] = sum(size for size in sizes if isinstance(size, int))
+            if (used := memory_of(store, 0, keys)) is not None:
+                report["hash_bytes"] = used
             return report if foreign is None else {**report, "foreign": str(foreign)}
     except CacheError as error:
         return {"shard": shard, "url": str(parse_url(url)), "state": "down", "why": str(error)}

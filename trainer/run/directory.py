@@ -444,7 +444,7 @@ class Run:
             raise self._damaged(name, error) from error
 
     def _damaged(self, name: str, why: Exception | str) -> RunRefused:
-        return RunRefused(f"run {self.path}: {fault(name, why, _REMEDY)}")
+        return RunRefused(fault(f"run {self.path}: {name}", why, _REMEDY))
 
 
 def check_free(path: Path, overwrite: bool) -> None:

@@ -47,7 +47,7 @@ class EngineRecord:
         except FileNotFoundError:
             return None
         except (FormError, OSError) as error:
-            raise RunError(f"run {run}: {fault(ENGINE, error, 'restore the folder from a copy')}") from error
+            raise RunError(fault(f"run {run}: {ENGINE}", error, "restore the folder from a copy")) from error
 
     def write(self, run: Path) -> None:
         """Write the record of a run."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from foreload.base.codec import of_json
+from foreload.base.codec import fault, of_json
 from foreload.base.files import read_sealed, replacing, write_atomically, write_sealed
 from foreload.cache.protocol.handover.takeover import CopiedLane
 from foreload.cache.protocol.ownership.batch_log import LoggedBatch
@@ -141,7 +141,7 @@ def kept_lanes(run: Path) -> KeptLanes | None:
     try:
         return of_json(read_sealed(path)[0], KeptLanes)
     except (OSError, ValueError) as error:
-        raise RunRefused(f"run {run}: {path} is damaged ({error}); restore the run's folder") from error
+        raise RunRefused(fault(f"run {run}: {path}", error, "restore the run's folder")) from error
 
 
 def write_kept_lanes(run: Path, why: str, manifest: Manifest, status: Status, files: Sequence[KeptFile]) -> None:

@@ -538,4 +538,4 @@ def check_rows(export: Export, table: int, rows: int, where: str) -> None:
 
 
 def _damaged(path: Path, name: str, why: Exception | str) -> ExportError:
-    return ExportError(f"{path}: {fault(name, why, 'export it again, or use a copy')}")
+    return ExportError(fault(f"{path}: {name}", why, "export it again, or use a copy"))

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import socket
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -502,6 +502,18 @@ def holding_of(store: Store, shard: int, namespace: str) -> Holding:
     return _holding(store, shard, namespace, keys)
 
 
+def memory_of(store: Store, shard: int, keys: Sequence[bytes]) -> int | None:
+    """Return the bytes that keys take on a store shard. None if the user may not ask for it.
+
+    Raises StoreError.
+    """
+    try:
+        sizes = store.commands_at_once(shard, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in keys])
+    except (StoreAuth, CommandRefused):
+        return None
+    return sum(size for size in sizes if isinstance(size, int))
+
+
 def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Holding:
     ordered = sorted(keys)
     # Fences left a string in the place of the hash at each earlier epoch.
@@ -513,11 +525,7 @@ def _holding(store: Store, shard: int, namespace: str, keys: set[bytes]) -> Hold
     moved = store.commands_at_once(shard, [("HEXISTS", key, MIGRATED) for key in hashes])
     # The marker and the migration record are fields, but not rows.
     rows = sum(int(str(count)) - 1 for count in fields) - sum(int(str(there)) for there in moved)
-    try:
-        sizes = store.commands_at_once(shard, [("MEMORY", "USAGE", key, "SAMPLES", _SAMPLES) for key in hashes])
-        used: int | None = sum(size for size in sizes if isinstance(size, int))
-    except (StoreAuth, CommandRefused):
-        used = None
+    used = memory_of(store, shard, hashes)
     try:
         note = owner(store, namespace, shard)
     except ForeignKey:

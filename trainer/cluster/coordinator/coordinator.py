@@ -21,7 +21,7 @@ from foreload.trainer.cluster.coordinator.adjustments import Adjustments
 from foreload.trainer.cluster.coordinator.checkpointing import Checkpointing
 from foreload.trainer.cluster.coordinator.control_socket import RequestQueue, RunRequests
 from foreload.trainer.cluster.coordinator.failures import Failures, GuestsRefused
-from foreload.trainer.cluster.coordinator.membership import SILENT, LaneReplicas, Membership
+from foreload.trainer.cluster.coordinator.membership import LaneReplicas, Membership
 from foreload.trainer.cluster.coordinator.row_migration import RowMigration
 from foreload.trainer.cluster.coordinator.scaling import Scaling
 from foreload.trainer.cluster.coordinator.spawned_trainers import SpawnedTrainers
@@ -168,7 +168,7 @@ class Coordinator:
         # begins its silence counts. Once training runs, the membership watches all leases itself.
         silent: dict[int, str] = {}
         if not self._training and (guests := self._failures.guests(term)):
-            silent = dict.fromkeys(guests & set(members.silent()), SILENT)
+            silent = {trainer: why for trainer, why in members.silent().items() if trainer in guests}
         # While losses are survived, the membership handles them. Otherwise a trainer that failed or
         # died ends the call, once the others have had time to report why.
         if self._training and not self._failures and (members.survives or not missing):

@@ -149,12 +149,9 @@ class Membership:
         dead = {trainer: gone[trainer] for trainer in self.term.members if trainer in gone}
         if self.survives:
             self._lost = {trainer: why for trainer, why in dead.items() if trainer not in ended} | self._lost
-            closed = {left.closed for left in self._left.values()}
-            for trainer, silence in self._silences().items():
-                if trainer not in self._left and silence > self._silence.total_seconds():
-                    self._lost.setdefault(trainer, SILENT)
-                elif trainer not in self._left and trainer in closed and silence > CLOSED_SILENCE * self._silence.total_seconds():
-                    self._lost.setdefault(trainer, _CLOSED)
+            for trainer, why in self.silent().items():
+                if trainer not in self._left:
+                    self._lost.setdefault(trainer, why)
         self._see_handed_over(gone)
         # `_over_at` is None while the term goes on. A term is over once a member is lost, a member
         # has left because of a failure, or all have left as planned.
@@ -309,30 +306,34 @@ class Membership:
         self._call.events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
         return True
 
-    def silent(self) -> list[int]:
-        """Return the members whose lease has run out."""
-        return [trainer for trainer, silence in self._silences().items() if silence > self._silence.total_seconds()]
+    def silent(self) -> dict[int, str]:
+        """Return the members that have not renewed their lease for too long, and why they are lost.
 
-    def _silences(self) -> dict[int, float]:
-        """Return how long each member has not renewed its lease, in seconds.
-
-        There are none for an only member, since no other trainer could host its lanes, and for
-        members that are still starting. Their death shows by their processes.
+        An only member never counts as silent, since no other trainer could host its lanes.
         """
         if len(self.term.members) == 1:
             return {}
-        now = self._clock()
+        now, patience = self._clock(), self._silence.total_seconds()
         # If this process was itself stopped since the last look, no lease could be seen meanwhile,
         # so all leases start anew.
-        if now - self._looked_at > self._silence.total_seconds() / 2:
+        if now - self._looked_at > patience / 2:
             self._leases = {trainer: (count, now) for trainer, (count, _) in self._leases.items()}
         self._looked_at = now
+        closed = {left.closed for left in self._left.values()}
+        silent = {}
         for trainer in self.term.members:
             lease = self._rendezvous.poll(Lease, trainer)
+            # Without a lease the trainer is still starting. Its death shows by its process.
+            if lease is None:
+                continue
             known = self._leases.get(trainer)
-            if lease is not None and (known is None or known[0] != lease.count):
+            if known is None or known[0] != lease.count:
                 self._leases[trainer] = lease.count, now
-        return {trainer: now - self._leases[trainer][1] for trainer in self.term.members if trainer in self._leases}
+            elif now - known[1] > patience:
+                silent[trainer] = SILENT
+            elif trainer in closed and now - known[1] > CLOSED_SILENCE * patience:
+                silent[trainer] = _CLOSED
+        return silent
 
 
 _NOTHING = SeededCopy(0, 0, False)

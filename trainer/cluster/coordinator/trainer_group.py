@@ -59,7 +59,7 @@ def _totals(run: Run, start: Status) -> Totals:
     try:
         return of_json(start.totals, Totals)
     except FormError as error:
-        raise RunError(f"run {run.path}: {fault(STATUS, error, 'restore the folder from a copy')}") from error
+        raise RunError(fault(f"run {run.path}: {STATUS}", error, "restore the folder from a copy")) from error
 
 
 class TrainerGroup:

@@ -64,6 +64,11 @@ class ShardLoss:
     whole: float
 
 
+def stop_soon(run: Path) -> None:
+    """Have a run stop. An observer is called by the thread that answers requests, so another one makes this request."""
+    threading.Thread(target=ask, args=(run, AskStop()), daemon=True).start()
+
+
 class ShardInjector(RunObserver):
     """Injects faults into the shards in turn, each once the run was whole and calm for long enough, and then has the run stop.
 
@@ -111,7 +116,7 @@ class ShardInjector(RunObserver):
             self._inject(self._injections.pop(0))
         elif self._stop:
             self._stop = False
-            ask(self._run, AskStop())
+            stop_soon(self._run)
 
     def _note(self, shard: int, what: str, at: float) -> None:
         injected = self._injected

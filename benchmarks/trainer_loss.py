@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from foreload.trainer.cluster.messages.control import AskStatus, AskStop, RunStatus, ask
+from foreload.trainer.cluster.messages.control import AskStatus, RunStatus, ask
 from foreload.trainer.cluster.messages.faults import RunObserver
 from foreload.trainer.cluster.messages.trainers import Ready, StepEnded, TermLeft, TrainerEvent
 from foreload.trainer.run.timeline import StepTimes, Timeline
+from shard_loss import stop_soon
 
 AFTER_SECONDS = 0.2  # at random, that an injection comes after the event that it follows: nothing is synchronous with it
 
@@ -100,7 +101,7 @@ class TrainerInjector(RunObserver):
             return
         seen.over = not self._faults
         if seen.over:
-            ask(self._run, AskStop())
+            stop_soon(self._run)
             return
         fault = self._faults.pop(0)
         seen.loss = TrainerLoss(fault, 0, seen.calm_since, float("inf"))

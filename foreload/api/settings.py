@@ -85,7 +85,7 @@ class TrainSettings(TypedDict, total=False):
     auto: bool | Literal["dry-run"]
     auto_may: Literal["threads"] | None
     pool: str | None
-    deadline: int | str | None
+    deadline: str | None
     budget: float | None
     coordinator: str | None
     local_trainers: int | None
@@ -93,7 +93,7 @@ class TrainSettings(TypedDict, total=False):
     engine: Literal["local", "ray"]
     ray_address: str | None
     spare_servers: int
-    abandon_after: int | str | None
+    abandon_after: str | None
     checkpoint: Path | None
     checkpoint_every: int | str | None
     checkpoint_policy: Literal["full", "one-shot", "consecutive", "intermittent", "planned"]

@@ -91,9 +91,12 @@ class Ahead:
 
 
 def _windows(*values: np.ndarray) -> Ahead:
-    parts = np.array_split(np.arange(len(values[0])), max(min(_WINDOWS, len(values[0])), 1))
-    means = (np.array([of[part].mean() if len(part) else 0.0 for part in parts]) for of in values)
-    return Ahead(np.array([len(part) for part in parts], np.int64), *means)
+    count = len(values[0])
+    edges = np.linspace(0, count, max(min(_WINDOWS, count), 1) + 1).astype(np.int64)
+    steps = np.diff(edges)
+    # The zero is for a schedule that has no steps left.
+    sums = (np.add.reduceat(np.append(of, 0.0), edges[:-1]) for of in values)
+    return Ahead(steps, *(of / np.maximum(steps, 1) for of in sums))
 
 
 class Work:

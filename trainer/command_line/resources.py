@@ -6,15 +6,14 @@ They list what runs took, predict what the next one will take, show what jobs sh
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from typing import Any
 
 from foreload.base.errors import SettingError
-from foreload.base.settings import add_arguments, given
+from foreload.base.settings import add_arguments, given, number, positive
 from foreload.trainer.command_line.shared import a_path, add_group, add_json, add_plain, print_result
 from foreload.trainer.job.job import TrainJob
-from foreload.trainer.job.job_values import Pool
+from foreload.trainer.job.job_values import Interval, Pool
 
 _OF_THE_JOB = (
     *(
@@ -34,7 +33,6 @@ _OF_THE_JOB = (
     ),
     *("parity", "threads", "cpu_capability", "copies"),
 )
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 def add_to(commands: Any) -> None:
@@ -134,9 +132,9 @@ def _plan(parsed: argparse.Namespace) -> int:
         raise SettingError(
             "--deadline and --budget: only one of them can be given; --deadline minimises the cost, --budget the time"
         )
-    deadline = None if parsed.deadline is None else _seconds(parsed.deadline)
-    budget = None if parsed.budget is None else _positive("--budget", parsed.budget)
-    price = _positive("--gb-price", parsed.gb_price, zero=True)
+    deadline = None if parsed.deadline is None else Interval.parse_time("--deadline", parsed.deadline).seconds
+    budget = None if parsed.budget is None else positive("--budget", parsed.budget)
+    price = number(0)("--gb-price", parsed.gb_price)
     pool = Pool() if parsed.pool is None else Pool.parse("--pool", parsed.pool)
     if pool.weight is not None:
         raise SettingError("--pool: weight is for jobs that share a cluster; leave it out")
@@ -151,20 +149,3 @@ def _plan(parsed: argparse.Namespace) -> int:
     if parsed.plot is not None:
         plan.draw(planned, parsed.plot)
     return print_result(parsed, planned, plan.text(planned))
-
-
-def _seconds(text: str) -> float:
-    match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
-    if match is None or not float(match[1]):
-        raise SettingError(f"--deadline: must be a time such as 90s, 10m or 2h; got {text!r}")
-    return float(match[1]) * _UNITS[match[2]]
-
-
-def _positive(flag: str, text: str, zero: bool = False) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not (0 < value < float("inf") or (zero and value == 0)):
-        raise SettingError(f"{flag}: must be a number {'of at least' if zero else 'above'} 0; got {text!r}")
-    return value

@@ -108,8 +108,6 @@ def _check_auto(job: TrainJob) -> None:
         return
     if job.deadline is not None and job.budget is not None:
         raise SettingError("--deadline and --budget: only one of them can be given; --deadline saves resources, --budget time")
-    if job.deadline is not None and job.deadline.seconds is None:
-        raise SettingError(f"--deadline: must be a time, such as 90s, 10m or 2h; got {job.deadline}")
     if job.engine == "local" and job.pool is not None and job.pool.weight is not None:
         raise SettingError("--pool: weight is for jobs that share a cluster; give --engine ray, or leave it out")
 
@@ -142,8 +140,6 @@ def _check_engine(job: TrainJob) -> None:
         raise SettingError(
             f"--ray-address: must be HOST:PORT of the cluster that this machine is a node of; got {job.ray_address}; submit the command as a Ray job"
         )
-    if job.abandon_after is not None and job.abandon_after.seconds is None:
-        raise SettingError(f"--abandon-after: must be a time, such as 90s, 10m or 2h; got {job.abandon_after}")
     if (job.abandon_after is not None or job.spare_servers) and job.spare:
         raise SettingError(
             "--spare: is for servers that --store names by URL; leave it out with --spare-servers and --abandon-after"
@@ -376,8 +372,8 @@ class TrainJob:
         "its weight, and 5 store shards or the servers of --store and --spare", _WHERE, metavar="cores=N,memory=SIZE,stores=N,weight=W", stated=False,
     )  # fmt: skip
     deadline: Interval | None = setting(
-        None, Interval.parse, "with --auto: use no more than what ends within this time of training, such as 90s, 10m or 2h", _WHERE, metavar="TIME",
-        stated=False,
+        None, Interval.parse_time, "with --auto: use no more than what ends within this time of training, such as 90s, 10m or 2h", _WHERE,
+        metavar="TIME", stated=False,
     )  # fmt: skip
     budget: float | None = setting(
         None, positive, "with --auto: begin with the fastest that costs at most this many core hours, and add nothing", _WHERE, metavar="X",
@@ -408,8 +404,8 @@ class TrainJob:
         "another one is started then", _WHERE, metavar="M", resume="free",
     )  # fmt: skip
     abandon_after: Interval | None = setting(
-        None, Interval.parse, "with --store engine:N: when this command has died and none has gone on with the run for this time, such as 2h, save a "
-        "checkpoint, verify it, and end the servers; by default they stay until foreload delete", _WHERE, metavar="TIME", stated=False,
+        None, Interval.parse_time, "with --store engine:N: when this command has died and none has gone on with the run for this time, such as 2h, "
+        "save a checkpoint, verify it, and end the servers; by default they stay until foreload delete", _WHERE, metavar="TIME", stated=False,
     )  # fmt: skip
     checkpoint: str | None = setting(
         None, storage_place, "folder or URL, reached by all hosts, for the checkpoints saved during training; by default checkpoints in RUN",

@@ -222,12 +222,23 @@ class Interval:
         text = str(value)
         if re.fullmatch(r"[1-9]\d{0,17}", text):
             return cls(int(text), None, text)
-        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
-        if match is None or not float(match[1]):
+        if (time := cls._time(text)) is None:
             raise SettingError(
                 f"{flag}: must be a number of steps, such as 1000, or a time, such as 90s, 10m or 2h; got {value!r}"
             )
-        return cls(None, float(match[1]) * _UNITS[match[2]], text)
+        return time
+
+    @classmethod
+    def parse_time(cls, flag: str, value: Any) -> Interval:
+        """Parse a time such as 90s, 10m or 2h. Raises SettingError."""
+        if (time := cls._time(str(value))) is None:
+            raise SettingError(f"{flag}: must be a time, such as 90s, 10m or 2h; got {value!s:.100}")
+        return time
+
+    @classmethod
+    def _time(cls, text: str) -> Interval | None:
+        match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smh])", text)
+        return cls(None, float(match[1]) * _UNITS[match[2]], text) if match is not None and float(match[1]) else None
 
     def __str__(self) -> str:
         return self.written

@@ -112,7 +112,7 @@ class Adjustments:
         if not self._on or self._reading is None or not self._reading.done():
             return
         try:
-            self._poll(members, is_training, self._reading.result().advance())
+            self._poll(members, is_training, self._reading.result())
         except ScheduleError as error:
             self._on = False
             self._call.say(f"foreload: warning: --auto changes nothing from now on: {error}")
@@ -130,7 +130,7 @@ class Adjustments:
         full_after = memory.stop_by if memory is not None and memory.is_current else None
         if full_after is not None or not self._is_granted(now):
             # What memory or other jobs need cannot wait, and needs no measurement.
-            urgent = decide(self._situation(work, now, full_after))
+            urgent = decide(self._situation(work.advance(), now, full_after))
             if isinstance(urgent, Resize) and urgent.trial is None:
                 self._act(urgent, now, members)
                 return
@@ -173,7 +173,8 @@ class Adjustments:
 
     def _look(self, work: Work, now: Size, members: Membership) -> None:
         """Judge the last change, decide, and act, at the end of a window."""
-        measured = self._window.measured(work, self._server_seconds())
+        # The files of a schedule that is still prepared are asked for no more often than this.
+        measured = self._window.measured(work.advance(), self._server_seconds())
         slow_shard, late = self._slow_shard(), self._slow_trainer(members)
         self._begin_window()
         self._waits = measured.waits_for_store

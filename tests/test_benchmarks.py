@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 import re
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -165,3 +168,18 @@ def test_the_page_says_what_every_script_measures() -> None:
     named = re.findall(r"^\| \[?`(\w+)`", (ROOT / "docs" / "benchmarks.md").read_text(), re.MULTILINE)
     assert named == list(MINUTES)
     assert all((ROOT / "benchmarks" / f"bench_{name}.py").exists() for name in named)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the scripts' results, in which they share a workload."""
+    return tmp_path_factory.mktemp("results")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("script", MINUTES)
+def test_every_script_runs(script: str, results: Path) -> None:
+    command = [sys.executable, ROOT / "benchmarks" / f"bench_{script}.py", "--quick", "--out", results]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads((results / f"{script}.json").read_text())["quick"]

@@ -179,7 +179,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.full
 @pytest.mark.parametrize("script", MINUTES)
 def test_every_script_runs(script: str, results: Path) -> None:
-    command = [sys.executable, ROOT / "benchmarks" / f"bench_{script}.py", "--quick", "--out", results]
+    command = [sys.executable, str(ROOT / "benchmarks" / f"bench_{script}.py"), "--quick", "--out", str(results)]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert json.loads((results / f"{script}.json").read_text())["quick"]

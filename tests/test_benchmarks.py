@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
 import re
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from held import held
+from small_job import BATCH, synthetic_schedule
 
 from comparison import MINUTES, Claim, Ratio, Results, Series, Table, lower_bound, machine_name, save, spread
+from foreload.trainer.job.job import TrainJob
+from foreload.trainer.run.event_log import read_events
 from peers_accuracy import interval
 from render import keep, render
+from shard_loss import ShardInjector, run_training
+from trainer_loss import TrainerInjector
+from workload import job
 
 ROOT = Path(__file__).resolve().parents[1]
 Machine = Mapping[str, str | int | float]
@@ -170,16 +174,12 @@ def test_the_page_says_what_every_script_measures() -> None:
     assert all((ROOT / "benchmarks" / f"bench_{name}.py").exists() for name in named)
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the scripts' results, in which they share a workload."""
-    return tmp_path_factory.mktemp("results")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("script", MINUTES)
-def test_every_script_runs(script: str, results: Path) -> None:
-    command = [sys.executable, str(ROOT / "benchmarks" / f"bench_{script}.py"), "--quick", "--out", str(results)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads((results / f"{script}.json").read_text())["quick"]
+@pytest.mark.parametrize("kind", ["trainers", "shards"])
+def test_injectors_stop_the_run_that_they_observe(kind: str, tmp_path: Path) -> None:
+    """The run waits for the schedule's next segment, so only a stop can end it."""
+    run = tmp_path / "run"
+    injector = TrainerInjector(run, [], (0, 5), 0) if kind == "trainers" else ShardInjector(run, [], 0, math.inf)
+    with held(synthetic_schedule(tmp_path, 100 * BATCH), tmp_path / "held", 20) as part:
+        run_training(TrainJob.of(job(part.path, "small", run=str(run), store="local:3", follow=True)), injector)
+    assert "stop-asked" in [event["kind"] for event in read_events(run)]
+    assert 0 < injector.timeline.ended.size < 100

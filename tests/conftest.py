@@ -5,9 +5,6 @@ There is one conftest.py: a second one would be a second module of that name, an
 
 from __future__ import annotations
 
-import dis
-import functools
-import inspect
 import os
 import subprocess
 import sys
@@ -50,46 +47,13 @@ settings.register_profile(
 settings.load_profile("deterministic")
 
 
-TESTS = Path(__file__).parent
-_NAMES = {"hold", "launched", "interrupted_when"}
-
-
-@functools.cache
-def _names_of(home: str, name: str) -> tuple[str, ...]:
-    """The global names that a function or class of one of the tests' modules uses; none of anything else."""
-    module = sys.modules[home]
-    if not Path(getattr(module, "__file__", "/")).is_relative_to(TESTS):
-        return ()
-    thing = inspect.unwrap(vars(module)[name])
-    codes = [getattr(part, "__code__", None) for part in (vars(thing).values() if inspect.isclass(thing) else (thing,))]
-    names: list[str] = []
-    while codes:
-        if (code := codes.pop()) is not None:
-            names += [each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"]
-            codes += [one for one in code.co_consts if inspect.iscode(one)]
-    return tuple(names)
-
-
-def _acts_on_running_work(item: pytest.Function) -> bool:
-    """Whether a test, its fixtures, or what these call of the tests' modules, run a command in a process of its own, or hold a run."""
-    seen: set[tuple[str, str]] = set()
-    left = [(item.module.__name__, name) for name in (item.function.__name__, *item.fixturenames)]
-    while left:
-        module, name = left.pop()
-        thing = vars(sys.modules[module]).get(name)
-        home = getattr(inspect.unwrap(thing) if callable(thing) else None, "__module__", "")
-        if name in _NAMES or home == "held" or (home, name) == ("command_line", "Command"):
-            return True
-        if (home, name) not in seen and home in sys.modules and vars(sys.modules[home]).get(name) is thing:
-            seen.add((home, name))
-            left += [(home, used) for used in _names_of(home, name)]
-    return False
+_OF_RUNNING_WORK = {"Command", "Hold", "held", "stop_after", "launched", "interrupted_when"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that act on running work."""
+    """Mark tests that act on running work, by what their modules use."""
     for item in items:
-        if isinstance(item, pytest.Function) and _acts_on_running_work(item):
+        if isinstance(item, pytest.Function) and _OF_RUNNING_WORK & vars(item.module).keys():
             item.add_marker("running")
 
 

@@ -310,7 +310,7 @@ def number(least: float) -> Parse:
 
 def positive(flag: str, value: Any) -> float:
     """Parse a finite number above 0, given as number or text."""
-    if not (result := number(0)(flag, value)):
+    if (result := number(-math.inf)(flag, value)) <= 0:
         raise SettingError(f"{flag}: must be above 0; got {value}")
     return result
 

@@ -177,7 +177,7 @@ def test_with_nothing_said_of_a_pool_it_is_this_machine_s(clicks: Clicks, tmp_pa
     [
         (("--deadline", "1h", "--budget", "3"), "only one of them"),
         (("--deadline", "soon"), "--deadline: must be a time"),
-        (("--budget", "-1"), "--budget: must be at least 0; got -1"),
+        (("--budget", "-1"), "--budget: must be above 0; got -1"),
         (("--pool", "cpus=3"), "--pool: must be cores=N"),
         (("--pool", ","), "--pool: must be cores=N"),
         (("--pool", ""), "--pool: must be cores=N"),

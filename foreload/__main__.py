@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -20,17 +21,20 @@ def main() -> int:
     for number in heeded_signals():
         signal.signal(number, _stop)
     guard_messages(results=True)
-    from foreload import KERNEL_CACHE, __version__
+    import foreload
 
     if sys.argv[1:] == ["--version"]:
         try:
             with results_written():
-                sys.stdout.write(f"foreload {__version__}\n")
+                sys.stdout.write(f"foreload {foreload.__version__}\n")
         except OutputLost as error:
             return error.exit_status
         return 0
-    if KERNEL_CACHE:
-        sys.stderr.write(f"foreload: note: {KERNEL_CACHE}\n")
+    if foreload.KERNEL_CACHE:
+        sys.stderr.write(f"foreload: note: {foreload.KERNEL_CACHE}\n")
+    # Nearly all that imports make is kept. To search it for garbage again and again would take a
+    # seventh of a short command's time. The command line enables the collector after its imports.
+    gc.disable()
     from foreload.trainer.cli import main as run
 
     return run()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import importlib
 import signal
 import sys
@@ -78,6 +79,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
                 with heeded_afterwards():
                     from foreload.pipelines.prepare import run
 
+                gc.enable()
                 run(given[1:])
                 return 0
             parsed = parser().parse_args(given)
@@ -89,6 +91,7 @@ def _run(arguments: Sequence[str] | None, start_process: StartProcess, observer:
                 # exception within an import would surface as an error of the module.
                 with heeded_afterwards():
                     importlib.import_module(f"foreload.trainer.commands.{parsed.module}")
+            gc.enable()
             with exits_reported(f"foreload {given[0]}"):
                 return command(parsed)
     except ForeloadError as error:

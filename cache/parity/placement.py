@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -119,6 +120,7 @@ class Placement:
             raise CacheError(f"{path}: not a placement ({error}); it belongs to the run and cannot be recreated") from error
 
     @classmethod
+    @lru_cache(maxsize=4)  # a command asks several times for its run's placement
     def of_text(cls, text: str, where: str) -> Placement:
         """Parse a placement from `text`.
 

@@ -8,7 +8,6 @@ that declare kernels therefore import `nb` from here.
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from functools import cache
 from pathlib import Path
@@ -25,26 +24,27 @@ _of_own_file = caching._SourceFileBackedLocatorMixin.get_source_stamp
 
 
 @cache
-def sources(package: Path = _PACKAGE) -> str:
-    """Return the SHA-256 of all files of a package that declare kernels, that these import, and so on.
+def _read(path: Path) -> tuple[bytes, tuple[str, ...]]:
+    """Return what a file of this package holds, and the files that it imports. There may be none."""
+    data = path.read_bytes() if path.exists() else b""
+    return data, tuple(name.decode().replace(".", "/") + ".py" for name in _IMPORTED.findall(data))
+
+
+@cache
+def sources(file: str, package: Path = _PACKAGE) -> str:
+    """Return the SHA-256 of a file that declares kernels, of those that it imports, and so on.
 
     Constants of imported files are compiled into kernels, and may be made of those of others.
     """
-    read: dict[str, bytes] = {}
-    for folder, _, names in os.walk(package, followlinks=True):
-        for name in names:
-            if name.endswith(".py"):
-                with open(os.path.join(folder, name), "rb") as file:
-                    read[os.path.relpath(file.name, package)] = file.read()
     reached: set[str] = set()
-    ahead = {name for name, data in read.items() if b"import nb\n" in data}
+    ahead = {file}
     while ahead:
         reached |= ahead
-        imported = {name.decode().replace(".", "/") + ".py" for one in ahead for name in _IMPORTED.findall(read[one])}
-        ahead = (imported & read.keys()) - reached
+        ahead = {imported for name in ahead for imported in _read(package / name)[1]} - reached
     checksum = hashlib.sha256()
     for name in sorted(reached):
-        checksum.update(f"{name} {len(read[name])}\n".encode() + read[name])
+        data, _ = _read(package / name)
+        checksum.update(f"{name} {len(data)}\n".encode() + data)
     return checksum.hexdigest()
 
 
@@ -53,8 +53,8 @@ def _get_source_stamp(locator: Any) -> Any:
 
     This replaces numba's own method.
     """
-    stamp = _of_own_file(locator)
-    return (stamp, sources()) if Path(locator._py_file).is_relative_to(_PACKAGE) else stamp
+    stamp, file = _of_own_file(locator), Path(locator._py_file)
+    return (stamp, sources(str(file.relative_to(_PACKAGE)))) if file.is_relative_to(_PACKAGE) else stamp
 
 
 caching._SourceFileBackedLocatorMixin.get_source_stamp = _get_source_stamp

@@ -36,6 +36,7 @@ def test_profiles_of_many_runs_are_kept_the_newest_and_as_they_were(tmp_path: Pa
     add(path, profile(8))
     kept = read(path)
     assert len(kept) == 6
+    assert [one.settings for one in read(path, newest=2)] == [one.settings for one in kept[-2:]]
     last = kept[-1]
     assert last.settings == {"number": 8}
     assert (last.stride, last.peak_bytes("trainer"), last.processor_seconds("trainer")) == (1, 7, 1.5)
@@ -121,3 +122,19 @@ def test_what_else_may_be_wrong_with_a_history_is_one_error(tmp_path: Path, monk
         add(tmp_path / "file" / "history.sqlite", profile(0))
     with pytest.raises(HistoryError):
         add(tmp_path, profile(0))
+
+
+def test_the_text_is_of_the_newest_profiles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, one = tmp_path / "history.sqlite", profile(0)
+    same = dict.fromkeys(("dim", "batch_size", "lanes", "slots", "trainers", "shards", "k", "r"), 1) | {"model": "dlrm"}
+    rows = []
+    for steps in range(1000, 1041):
+        add(path, Profile(same | {"steps": steps}, one.machine, one.processes, one.steps))
+        if steps >= 1039:
+            assert main(["history", "--history", str(path)]) == 0
+            rows.append([line for line in capsys.readouterr().out.splitlines() if "dlrm" in line or "newest" in line])
+    assert "1,000" in rows[0][0]
+    assert len(rows[0]) == 40
+    assert "1,001" in rows[1][0]
+    assert "1,040" in rows[1][39]
+    assert rows[1][40:] == ["these are the newest 40; --json FILE has all"]

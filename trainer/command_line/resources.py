@@ -123,7 +123,7 @@ def _add_history(command: Any) -> None:
 def _history(parsed: argparse.Namespace) -> int:
     from foreload.trainer.commands import history
 
-    listed = history.run(parsed.history)
+    listed = history.run(parsed.history) if parsed.json else history.run(parsed.history, history.FOR_TEXT)
     return print_result(parsed, listed, listed.text())
 
 

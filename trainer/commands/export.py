@@ -26,8 +26,9 @@ from foreload.trainer.compute.dense_average import beside_served, to_serve
 from foreload.trainer.errors import ExportError, ModelError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.models.diagnosis import mixes_samples
+from foreload.trainer.saved.model_encoder import encoder_of
 from foreload.trainer.saved.model_rows import RowsByTable
-from foreload.trainer.saved.saved_model import SavedModel, encoder_of
+from foreload.trainer.saved.saved_model import SavedModel
 from foreload.trainer.saved.trained_model import dense_module
 from foreload.trainer.serving.format import (
     ABOUT,

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from foreload.trainer.compute.reports import COLUMNS
-from foreload.trainer.run.history import Profile, history_path, read
+from foreload.trainer.run.history import MOST_RUNS, Profile, history_path, read
 
 _HEAD = (
     *("ended", "model", "dim", "batch", "lanes", "slots", "trainers", "store", "steps", "ms a step"),
@@ -16,6 +16,8 @@ _HEAD = (
 )
 # The text shows this many profiles, the newest; --json has all.
 _SHOWN = 40
+# As many are read for it: one more shows that there are others.
+FOR_TEXT = _SHOWN + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Listed:
             return f"{self.history}: no profile yet; every `foreload train` records one at its end, unless --history off is given"
         lines = aligned([_HEAD, *map(_row, self.profiles[-_SHOWN:])])
         if len(self.profiles) > _SHOWN:
-            lines.append(f"the newest {_SHOWN} of {len(self.profiles)}; --json FILE has all")
+            lines.append(f"these are the newest {_SHOWN}; --json FILE has all")
         return "\n".join(lines)
 
 
@@ -75,17 +77,18 @@ def _row(one: ProfileEntry) -> tuple[str, ...]:
     )  # fmt: skip
 
 
-def run(given: str | None) -> Listed:
+def run(given: str | None, newest: int = MOST_RUNS) -> Listed:
     """Read the profiles of a history.
 
     Args:
         given: the path of the history. If None, the default one.
+        newest: read only so many, which is faster.
 
     Raises:
         HistoryError: the history cannot be read.
     """
     path = history_path(given)
-    return Listed(str(path), [] if path is None else [ProfileEntry.of(profile) for profile in read(path)])
+    return Listed(str(path), [] if path is None else [ProfileEntry.of(profile) for profile in read(path, newest)])
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:

@@ -14,7 +14,8 @@ import pyarrow as pa
 
 from foreload.base.errors import SettingError
 from foreload.trainer.checkpoints.saved_checkpoint import open_model
-from foreload.trainer.saved.saved_model import SavedModel, encoder_of
+from foreload.trainer.saved.model_encoder import encoder_of
+from foreload.trainer.saved.saved_model import SavedModel
 
 
 @dataclass(frozen=True, slots=True)

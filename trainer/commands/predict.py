@@ -33,7 +33,8 @@ from foreload.trainer.checkpoints.saved_checkpoint import open_model
 from foreload.trainer.commands.evaluate import last_pass
 from foreload.trainer.compute import numerics
 from foreload.trainer.errors import RunError
-from foreload.trainer.saved.saved_model import RowSource, SavedModel, check_fitting, encoder_of
+from foreload.trainer.saved.model_encoder import encoder_of
+from foreload.trainer.saved.saved_model import RowSource, SavedModel, check_fitting
 from foreload.trainer.saved.trained_model import DenseForward
 from foreload.trainer.saved.unknown_values import UnknownValues
 from foreload.trainer.serving.standalone import probabilities

@@ -134,8 +134,8 @@ def add(path: Path, profile: Profile) -> None:
         )
 
 
-def read(path: Path) -> list[Profile]:
-    """Return all profiles, the oldest first; none if the file does not exist.
+def read(path: Path, newest: int = MOST_RUNS) -> list[Profile]:
+    """Return so many profiles, the oldest first; none if the file does not exist.
 
     Raises HistoryError.
     """
@@ -144,9 +144,11 @@ def read(path: Path) -> list[Profile]:
     with _opened(path, write=False) as database:
         if not database.execute("SELECT 1 FROM sqlite_master WHERE name = 'profiles'").fetchone():
             return []
-        rows = database.execute("SELECT ended, settings, machine, processes, steps FROM profiles ORDER BY number").fetchall()
+        rows = database.execute(
+            "SELECT ended, settings, machine, processes, steps FROM profiles ORDER BY number DESC LIMIT ?", (newest,)
+        ).fetchall()
     try:
-        return [_profile(*row) for row in rows]
+        return [_profile(*row) for row in reversed(rows)]
     except (ValueError, KeyError, TypeError, RecursionError, OSError) as error:
         raise _unusable(path, error) from error
 

@@ -31,8 +31,9 @@ from foreload.trainer.models import generators, inference
 from foreload.trainer.models.building import load_model
 from foreload.trainer.models.diagnosis import mixes_samples
 from foreload.trainer.run.manifest import inexact_text
+from foreload.trainer.saved.model_encoder import encoder_of
 from foreload.trainer.saved.model_rows import ModelRows, RowsByTable
-from foreload.trainer.saved.saved_model import SavedModel, encoder_of
+from foreload.trainer.saved.saved_model import SavedModel
 from foreload.trainer.saved.trained_model import dense_module
 from foreload.trainer.serving import own_module, plain_files, raw_values, standalone
 from foreload.trainer.serving.dense_program import BlockModel, check_dense, synthetic_inputs, trace, write_onnx, write_program

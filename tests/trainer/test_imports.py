@@ -18,6 +18,7 @@ from foreload.trainer.cluster.processes.starting import WORKER
 
 KERNELS = ("numba", "torch")
 ALL_HEAVY = (*KERNELS, "apache_beam", "matplotlib", "pandas", "pyarrow", "redis", "tensorboard")
+WHERE_ROWS_ARE_READ = ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard")
 CALLS: dict[str, tuple[str, ...]] = {
     "--help": ALL_HEAVY,
     "train --help": ALL_HEAVY,
@@ -26,12 +27,12 @@ CALLS: dict[str, tuple[str, ...]] = {
     "history": ALL_HEAVY,
     "checkpoint list nowhere": ALL_HEAVY,
     "checkpoint delete nowhere": ALL_HEAVY,
-    "digest nowhere": ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard"),
-    "lookup nowhere table 1": ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard"),
-    "scrub nowhere": ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard"),
-    "delete nowhere": ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard"),
-    "stores status nowhere": ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard"),
-    "stores list unix:///nowhere.sock": ("torch", "apache_beam", "matplotlib", "pandas", "tensorboard"),
+    "digest nowhere": (*WHERE_ROWS_ARE_READ, "pyarrow.compute"),
+    "lookup nowhere table 1": WHERE_ROWS_ARE_READ,
+    "scrub nowhere": WHERE_ROWS_ARE_READ,
+    "delete nowhere": WHERE_ROWS_ARE_READ,
+    "stores status nowhere": WHERE_ROWS_ARE_READ,
+    "stores list unix:///nowhere.sock": WHERE_ROWS_ARE_READ,
 }
 """Calls, and what they must not load. A run that is not there is missed only after all that the command needs is loaded."""
 TOOLS = (

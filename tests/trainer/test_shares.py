@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from foreload.trainer.adjusting.decision import Costs, Resize, Situation, choices, decide
 from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured
-from foreload.trainer.adjusting.shares import Bid, Choice, Needs, Resources, Shares, divided
+from foreload.trainer.adjusting.shares import Bid, Choice, Grant, Needs, Resources, Shares, divided
 from foreload.trainer.adjusting.size import Size
 
 GB = 1e9
@@ -161,8 +161,8 @@ def situation(now: Size, granted: float, known: bool = True) -> Situation:
     costs = Costs(stored_bytes=1e7, bytes_per_second=1e7, moving_share=0.5, trainer_seconds=1.0, start_seconds=5.0)
     ahead = Ahead(np.array([1000]), np.array([1000.0]), np.array([3000.0]))
     return Situation(
-        now, Size(1, 1), Size(4, 4), Machine(4, None), ahead, costs, {now: measured} if known else {}, needs=NEEDS,
-        granted=Resources(granted, 1000 * GB),
+        now, Size(1, 1), Size(4, 4), Machine(4, None), ahead, costs, {now: measured} if known else {},
+        grant=Grant(NEEDS, Resources(granted, 1000 * GB)),
     )  # fmt: skip
 
 
@@ -203,7 +203,7 @@ def test_a_job_asks_for_what_makes_it_faster_whatever_its_share_is() -> None:
     # 4 lanes: three trainers are as fast as two.
     assert [one.takes.cores for one in asked] == [2, 3, 5]
     assert choices(situation(Size(1, 1), 2, known=False)) == ()
-    assert choices(replace(situation(Size(1, 1), 2), needs=None)) == ()
+    assert choices(replace(situation(Size(1, 1), 2), grant=None)) == ()
     # What did not pay is not asked for again.
     rejected = frozenset(Size(4, shards) for shards in range(1, 5))
     assert [one.takes.cores for one in choices(replace(situation(Size(1, 1), 2), rejected=rejected))] == [2, 3]

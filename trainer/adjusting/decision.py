@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from foreload.trainer.adjusting.prediction import Ahead, Machine, Measured, predicted
-from foreload.trainer.adjusting.shares import Choice, Needs, Resources
+from foreload.trainer.adjusting.shares import Choice, Grant
 from foreload.trainer.adjusting.size import Size
 
 # The least share of the time to come that a change must be predicted to save.
@@ -160,9 +160,8 @@ class Situation:
         full_after: the step after which a store shard would be full. None if none would.
         slow_shard: a slow shard that can be moved now.
         slow_trainer: a slow trainer that can be replaced now.
-        needs: what trainers and servers take of a pool that the job shares with others. None if it
-            shares none.
-        granted: what it may use of that pool.
+        grant: the job's share of a pool that it shares with others. None if it shares none, or as
+            long as the share is not known.
         shards_needed: how many shards have enough memory for the whole schedule.
         seconds_left: the time within which training is to end. None without a deadline.
     """
@@ -183,12 +182,11 @@ class Situation:
     seconds_left: float | None = None
     slow_shard: SlowShard | None = None
     slow_trainer: SlowTrainer | None = None
-    needs: Needs | None = None
-    granted: Resources = Resources()
+    grant: Grant | None = None
 
     def is_granted(self, size: Size) -> bool:
         """Whether the job's share of the pool has room for a size."""
-        return self.needs is None or self.needs.of(size).fits(self.granted)
+        return self.grant is None or self.grant.has_room_for(size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,20 +361,20 @@ def _best(situation: Situation) -> Resize | None:
 
 def _within_share(situation: Situation) -> Resize | None:
     """Return the first step to the fastest size for which the job's share of the pool has room."""
-    now, least, needs, granted = situation.now, situation.least, situation.needs, situation.granted
-    assert needs is not None
+    now, least, grant = situation.now, situation.least, situation.grant
+    assert grant is not None
     fewer = [
         Size(trainers, shards)
         for trainers in range(now.trainers, least.trainers - 1, -1)
         for shards in range(now.shards, least.shards - 1, -1)
-        if needs.of(Size(trainers, shards)).fits(granted)
+        if grant.has_room_for(Size(trainers, shards))
     ]
     target = min(fewer or [least], key=lambda size: _seconds(situation, size))
     # Trainers leave at once, and rows take a while to move.
     to = replace(now, trainers=target.trainers) if target.trainers < now.trainers else replace(now, shards=now.shards - 1)
     if to.shards < least.shards:
         return None
-    reason = f"the pool leaves {granted.cores:g} cores to this run, which uses {needs.of(now).cores:g}"
+    reason = f"the pool leaves {grant.granted.cores:g} cores to this run, which uses {grant.needs.of(now).cores:g}"
     return Resize(to, None, None, situation.costs.of(now, to), reason)
 
 
@@ -385,10 +383,9 @@ def choices(situation: Situation) -> tuple[Choice, ...]:
 
     Empty as long as nothing was measured, and where the job shares no pool.
     """
-    needs = situation.needs
-    if needs is None or not situation.known or not situation.ahead.count:
+    if situation.grant is None or not situation.known or not situation.ahead.count:
         return ()
-    sizes = _sizes(replace(situation, granted=Resources(float("inf"), float("inf"))))
+    needs, sizes = situation.grant.needs, _sizes(replace(situation, grant=None))
     every = sorted((Choice(needs.of(size), max(_seconds(situation, size), 1e-9)) for size in sizes), key=lambda one: one.seconds)
     kept: list[Choice] = []
     for one in reversed(every):

@@ -74,6 +74,23 @@ class Needs:
         return self.trainer.times(size.trainers).plus(self.server.times(size.shards)).plus(self.fixed)
 
 
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A job's share of a pool.
+
+    Attributes:
+        needs: what the job's trainers and servers take.
+        granted: what they may take.
+    """
+
+    needs: Needs
+    granted: Resources
+
+    def has_room_for(self, size: Size) -> bool:
+        """Whether the job may have a size."""
+        return self.needs.of(size).fits(self.granted)
+
+
 class Choice(NamedTuple):
     """A size that a job could have.
 

@@ -27,7 +27,7 @@ from foreload.trainer.adjusting.decision import (
     slow_trainer,
 )
 from foreload.trainer.adjusting.prediction import Machine, Work
-from foreload.trainer.adjusting.shares import Choice, Needs, Resources, Share
+from foreload.trainer.adjusting.shares import Choice, Grant, Needs, Share
 from foreload.trainer.adjusting.size import Size
 from foreload.trainer.adjusting.window import WARM_UP_STEPS, Window
 from foreload.trainer.assembly.job_shape import cores
@@ -126,9 +126,9 @@ class Adjustments:
         if not is_training or self._is_busy(members):
             self._window = Window(warm_up_steps=WARM_UP_STEPS)
             return
-        memory = self._shards.memory
+        memory, grant = self._shards.memory, self._grant
         full_after = memory.stop_by if memory is not None and memory.is_current else None
-        if full_after is not None or not self._is_granted(now):
+        if full_after is not None or (grant is not None and not grant.has_room_for(now)):
             # What memory or other jobs need cannot wait, and needs no measurement.
             urgent = decide(self._situation(work.advance(), now, full_after))
             if isinstance(urgent, Resize) and urgent.trial is None:
@@ -139,15 +139,16 @@ class Adjustments:
         if self._window.is_over(members.term.members):
             self._look(work, now, members)
 
-    def _is_granted(self, size: Size) -> bool:
-        """Whether the share of the pool, as far as it is known, has room for a size."""
-        share = self._share
-        return self._needs is None or share is None or share.granted is None or self._needs.of(size).fits(share.granted)
+    @property
+    def _grant(self) -> Grant | None:
+        """The share of the pool; None without a shared pool, and as long as it is not known."""
+        granted = None if self._share is None else self._share.granted
+        return None if self._needs is None or granted is None else Grant(self._needs, granted)
 
     def _heed_share(self, now: Size, members: Membership) -> None:
         """Start no further trainers where the share has become too small for them: there may never be room."""
-        wanted, enough = self._scaling.wanted, max(now.trainers, self._least.trainers)
-        if wanted > enough and not self._is_granted(replace(now, trainers=wanted)):
+        wanted, enough, grant = self._scaling.wanted, max(now.trainers, self._least.trainers), self._grant
+        if wanted > enough and grant is not None and not grant.has_room_for(replace(now, trainers=wanted)):
             self._call.say(f"auto: stays at {now}: the pool has no room for {wanted - enough} more")
             self._scaling.ask(AskScale(enough), members)
             self._adviser.withdraw()
@@ -201,7 +202,7 @@ class Adjustments:
         )
 
     def _situation(self, work: Work, now: Size, full_after: int | None = None) -> Situation:
-        call, step, share = self._call, self._call.events.step, self._share
+        call, step = self._call, self._call.events.step
         job, lanes, placement, memory = call.job, call.schedule.header.lanes, self._moves.placement, self._shards.memory
         here = job.engine == "local"
         of_pool = self._pool.cores or (cores() if here else lanes * job.threads)
@@ -231,8 +232,7 @@ class Adjustments:
             seconds_left=None if deadline is None else deadline - trained,
             full_after=full_after,
             shards_needed=0 if memory is None else memory.shards_needed,
-            needs=None if share is None or share.granted is None else self._needs,
-            granted=Resources() if share is None or share.granted is None else share.granted,
+            grant=self._grant,
         )
 
     @property

@@ -26,6 +26,13 @@ POLL_SECONDS = 0.5
 LINE_SECONDS = 10.0  # between two lines if stderr is not a terminal
 
 
+def duration(seconds: float) -> str:
+    """Format seconds as seconds, minutes or hours."""
+    if seconds < 120:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
+
+
 @dataclass(frozen=True, slots=True)
 class ProgressLine:
     """How far long work has come.

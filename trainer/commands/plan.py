@@ -18,6 +18,7 @@ import numpy as np
 
 from foreload.base.codec import parse_json
 from foreload.base.memory import available_bytes, total_bytes
+from foreload.base.progress import duration
 from foreload.base.settings import local, read_job_file, settings_of
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.compiler.other_slots import BYTES_OF_USE, LaneUses, lane_uses
@@ -31,7 +32,7 @@ from foreload.trainer.errors import HistoryError, PlanError
 from foreload.trainer.job import job_values
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Parity
-from foreload.trainer.resources.choices import GIB, Choice, choose, duration, front
+from foreload.trainer.resources.choices import GIB, Choice, choose, front
 from foreload.trainer.resources.features import StepCounts, step_counts, with_slots
 from foreload.trainer.resources.job_memory import JobMemory
 from foreload.trainer.resources.step_model import CONFIDENCE, Setup, StepModel, loads_of, observation_of

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from foreload.base.progress import duration
 from foreload.pipelines.schedule.format import MOST_LANES
 from foreload.pipelines.schedule.reader import Schedule
 from foreload.trainer.assembly.job_shape import machine, settings_of_job
@@ -20,7 +21,7 @@ from foreload.trainer.errors import HistoryError, PlanError
 from foreload.trainer.job.job import TrainJob
 from foreload.trainer.job.job_values import Parity, Pool, Servers
 from foreload.trainer.job.scheduler import under_scheduler
-from foreload.trainer.resources.choices import Choice, choose, duration
+from foreload.trainer.resources.choices import Choice, choose
 from foreload.trainer.run import history
 
 

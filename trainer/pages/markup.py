@@ -202,10 +202,3 @@ def short(value: float) -> str:
         if abs(value) >= size:
             return f"{value / size:.4g}{letter}"
     return f"{value:.4g}"
-
-
-def duration(seconds: float) -> str:
-    """Format seconds as seconds, minutes or hours."""
-    if seconds < 120:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from foreload.base.progress import duration
 from foreload.trainer.pages import run_cache, run_learning, run_metrics, run_settings, run_store
-from foreload.trainer.pages.markup import Html, count, duration, missing, number, page, section, share, tag, tile
+from foreload.trainer.pages.markup import Html, count, missing, number, page, section, share, tag, tile
 from foreload.trainer.pages.plots import key
 from foreload.trainer.pages.run_figures import RunFigures
 

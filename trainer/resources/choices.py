@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from foreload.base.progress import duration
+
 GIB = 2**30
 _ALIKE = 1.03  # two predicted times or costs within this factor count as equal
 
@@ -142,10 +144,3 @@ def _best(choices: Sequence[Choice], gb_price: float, deadline: float | None, bu
 
 def _cheapest(choices: Sequence[Choice], gb_price: float) -> Choice:
     return min(choices, key=lambda one: (one.cost(gb_price), one.seconds))
-
-
-def duration(seconds: float) -> str:
-    """Return a time as text, in seconds, minutes or hours."""
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

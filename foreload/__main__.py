@@ -33,7 +33,7 @@ def main() -> int:
     if foreload.KERNEL_CACHE:
         sys.stderr.write(f"foreload: note: {foreload.KERNEL_CACHE}\n")
     # Nearly all that imports make is kept. To search it for garbage again and again would take a
-    # seventh of a short command's time. The command line enables the collector after its imports.
+    # seventh of their time. The command line enables the collector after its imports.
     gc.disable()
     from foreload.trainer.cli import main as run
 

@@ -8,6 +8,7 @@ would hide modules of these names that the user's model imports.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import importlib.util
 import sys
@@ -36,8 +37,11 @@ def _main() -> int:
     from foreload.base.output import guard_messages
 
     guard_messages(results=False)
-
-    return process.note_exit_status(importlib.import_module(sys.argv[0]).main())
+    # As in `foreload.__main__`: nearly all that imports make is kept.
+    gc.disable()
+    module = importlib.import_module(sys.argv[0])
+    gc.enable()
+    return process.note_exit_status(module.main())
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from foreload.trainer.cluster.messages.faults import CHECKPOINT_POINTS, TrainerF
 from foreload.trainer.cluster.messages.trainers import CheckpointPlan, CheckpointReport, PartPlan
 from foreload.trainer.errors import CheckpointError
 from foreload.trainer.run.directory import CHECKPOINTS, Run
+from foreload.trainer.run.event_log import read_events
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +106,30 @@ def test_it_is_what_a_clean_stop_there_leaves(case: Case, tmp_path: Path) -> Non
         for point in CHECKPOINT_POINTS
     ],
 )
-def test_a_trainer_that_dies_amid_a_checkpoint_costs_that_one_alone(case: Case, tmp_path: Path, point: str, trainer: int) -> None:
-    died = TrainerFault(trainer, point, 12, signal.SIGKILL)
-    err = case.train(
-        tmp_path / "run", "--store", "local:3", "--trainers", 2, "--checkpoint-every", EVERY, "--keep", 9, "--no-restart", faults=(died,)
-    )  # fmt: skip
+def test_a_trainer_that_dies_amid_a_checkpoint_costs_that_one_alone(
+    case: Case, tmp_path: Path, hold: Hold, point: str, trainer: int
+) -> None:
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / CHECKPOINTS
+    held_first = 14  # the last step of the segment with the first checkpoint
+    died = TrainerFault(trainer, point, held_first + 1, signal.SIGKILL)
+    save = ("--trainers", "2", "--checkpoint-every", str(EVERY), "--keep", "9")
+    job = hold(arguments(case.schedule, run, "--store", "local:3", *save, "--no-restart", "--digest"), EVERY, faults=(died,))
+    assert job.step == held_first
+
+    def noted(kind: str) -> int:
+        return sum(event["kind"] == kind for event in read_events(run))
+
+    # It dies amid the second or the third one, each of which is due when no other is under way; the one amid which it dies may not be saved.
+    job.until(lambda: noted("checkpoint-saved") == 1)
+    job.advance(EVERY)
+    job.until(lambda: noted("trainer-lost") == 1 or noted("checkpoint-saved") == 2)
+    job.advance(EVERY)
+    job.until(lambda: noted("trainer-lost") == 1 and noted("checkpoint-saved") >= 2)
+    status, _, err = job.end()
+    assert status == 0, err
     assert f"trainer {trainer}: lost (was killed by SIGKILL)" in err
-    assert summary(tmp_path / "run")["digest"] == case.digest
-    there = saved(tmp_path / "run" / CHECKPOINTS)
-    assert there
-    case.check_goes_on(there[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
+    assert summary(run)["digest"] == case.digest
+    case.check_goes_on(saved(checkpoints)[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
 
 
 def test_a_run_all_of_whose_trainers_died_goes_on_from_its_newest_checkpoint(case: Case, tmp_path: Path, hold: Hold) -> None:

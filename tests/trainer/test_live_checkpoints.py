@@ -179,7 +179,7 @@ def test_where_servers_have_no_rows_of_the_last_clean_stop_the_newest_checkpoint
     with Store(servers.urls, timedelta(seconds=10)) as store:
         # Another run has the name: its rows are not touched.
         claim(store, "twice", manifest.identity | {"run": "another"}, "overwrite")
-        assert "namespace twice is another run's" in case.train(run, *place, "--resume", status=2)
+        assert "namespace twice belongs to another run" in case.train(run, *place, "--resume", status=2)
         claim(store, "twice", manifest.identity, "overwrite")
     err = case.train(run, *place, "--resume")
     assert f"resumed from checkpoint {newest.path}, " in err

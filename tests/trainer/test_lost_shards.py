@@ -166,7 +166,7 @@ def test_a_shard_that_dies_when_one_trainer_is_done_is_rebuilt_by_all(
     run = tmp_path / "run"
     command = arguments(schedule, run, "--store", "local:3", "--digest")
     meeting = scheduler_environment()
-    modules = ["foreload.trainer.cli", "late_trainer"]
+    modules = ["foreload.trainer.cli", "tests.harness.late_trainer"]
     jobs = [Command(*command, module=module, **meeting, RANK=str(rank)) for rank, module in enumerate(modules)]
     try:
         ends = [job.end() for job in jobs]

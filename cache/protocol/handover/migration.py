@@ -202,12 +202,11 @@ def by_shard(shard: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
 CHUNK_SECONDS = 0.02
 MOST_CHUNK_SECONDS = 0.1  # at most, where fewer rows would take hardly less
 MOVING_SHARE = 0.125  # of the traffic thread's time at most: rows stay protected during a migration
-# The share where training waits for the store until the migration is over: rows leave a shard that
+# The shares where training waits for the store until the migration is over: rows leave a shard that
 # is far slower than others, or come to further shards. What that takes from training is the same in
-# all, and training is faster earlier.
-HURRIED_SHARE = 0.5
-# Where rows come to further shards: in a longer chunk less of the time is spent on ending the batches
-# under way before it.
+# all, and training is faster earlier. Where rows leave, no step shall take long either.
+LEAVING_SHARE, COMING_SHARE = 0.5, 0.8
+# In a hurry: in a longer chunk less of the time is spent on ending the batches under way before it.
 _HURRIED_SECONDS, _MOST_HURRIED_SECONDS = 0.1, 0.2
 # Rows of a chunk to one shard: at first, and at least, where chunks take too long.
 FIRST_ROWS, FEWEST_ROWS = 256, 32
@@ -259,7 +258,8 @@ class Migration(Refill):
 
     def hurry(self) -> None:
         """Let the migration under way take more of the traffic's time."""
-        self.share, self._size.seconds, self._size.most_seconds = HURRIED_SHARE, _HURRIED_SECONDS, _MOST_HURRIED_SECONDS
+        self.share = LEAVING_SHARE if self._stored.placement.leaving else COMING_SHARE
+        self._size.seconds, self._size.most_seconds = _HURRIED_SECONDS, _MOST_HURRIED_SECONDS
 
     def complete(self, placement: Placement) -> None:
         """Switch to a placement once all owners have migrated all rows.
@@ -360,7 +360,7 @@ class Migration(Refill):
         (leaving,) = placement.leaving
         if slower(leaving, self._stored.store.recent_seconds, _FAR_SLOWER, _FAR_SLOWER_SECONDS) is not None:
             shards.avoid(leaving)
-            self.share, self._not_before = HURRIED_SHARE, 0.0
+            self.share, self._not_before = LEAVING_SHARE, 0.0
 
     def _select(self) -> Chunk | None:
         for state in self._lanes.all:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from foreload.base.errors import ForeloadError
 from foreload.base.memory import processor_seconds_of, total_bytes
 from foreload.cache.client.load import ShardLoad, slower
-from foreload.cache.protocol.handover.migration import HURRIED_SHARE, MOVING_SHARE
+from foreload.cache.protocol.handover.migration import COMING_SHARE, MOVING_SHARE
 from foreload.cache.rows.layout import RowLayout
 from foreload.pipelines.errors import ScheduleError
 from foreload.trainer.adjusting.adviser import Adviser, Judged
@@ -224,7 +224,7 @@ class Adjustments:
             costs=Costs(
                 stored,
                 self._bytes_per_second or _BYTES_PER_SECOND,
-                HURRIED_SHARE if self._waits else MOVING_SHARE,
+                COMING_SHARE if self._waits else MOVING_SHARE,
                 _PAUSE_SECONDS + start,
                 _JOINS_AFTER,
             ),

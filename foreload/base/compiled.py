@@ -19,7 +19,7 @@ from numba.core import caching
 __all__ = ["nb"]
 
 _PACKAGE = Path(__file__).absolute().parents[1]
-_IMPORTED = re.compile(rb"^from foreload\.([\w.]+) import ", re.MULTILINE)
+_IMPORTED = re.compile(r"^from foreload\.([\w.]+) import (\([^)]*\)|.*)", re.MULTILINE)
 _of_own_file = caching._SourceFileBackedLocatorMixin.get_source_stamp
 
 
@@ -27,7 +27,12 @@ _of_own_file = caching._SourceFileBackedLocatorMixin.get_source_stamp
 def _read(path: Path) -> tuple[bytes, tuple[str, ...]]:
     """Return what a file of this package holds, and the files that it imports. There may be none."""
     data = path.read_bytes() if path.exists() else b""
-    return data, tuple(name.decode().replace(".", "/") + ".py" for name in _IMPORTED.findall(data))
+    imported = []
+    for module, names in _IMPORTED.findall(data.decode()):
+        # What is imported from a package may be a module.
+        of_package = (f"{module}.{name}" for name in re.findall(r"\w+", names))
+        imported += [name.replace(".", "/") + ".py" for name in (module, *of_package)]
+    return data, tuple(imported)
 
 
 @cache

@@ -359,7 +359,8 @@ def test_kernels_are_compiled_again_if_anything_changes_that_they_are_compiled_f
     """Constants may be made of those of other files."""
     files = {
         "kernel.py": "from foreload.base.compiled import nb\nfrom foreload.rules import KIND\n",
-        "rules.py": "from foreload.cache.layout import NAMES\nKIND = NAMES.index('adam')\n",
+        "rules.py": "from foreload.cache.layout import NAMES\nfrom foreload.cache import (\n    row_bytes,\n)\nKIND = NAMES.index('adam')\n",
+        "cache/row_bytes.py": "def pack(): ...\n",
         "cache/layout.py": "NAMES = ('sgd', 'adam')\n",
         "others.py": "from foreload.kernel import run\n",
     }

@@ -14,11 +14,12 @@ import signal
 import threading
 from collections.abc import Callable
 
-from bench_auto import QUICK_ROWS, ROWS, Ran, Runs, command, measure_behind_links, prepared
+from bench_auto import QUICK_ROWS, Ran, Runs, command, measure_behind_links, prepared
 from comparison import Cell, Claim, Results, Table, save, tell
 from foreload.trainer.cluster.messages.control import AskStatus, RunStatus, ask
 from store_links import StoreLinks
 
+ROWS = 2_000_000
 MEGABITS = 200.0
 SHARDS = 3  # 2+1, and a spare
 RUNS_SECONDS, STANDS_SECONDS = 0.01, 0.02

@@ -205,6 +205,24 @@ def test_a_slow_shard_is_moved_once_two_windows_in_a_row_say_so() -> None:
     assert (seen[3].shard, AGREED) == (2, 2)
 
 
+def test_a_change_is_not_judged_while_a_slow_shard_holds_up_the_steps() -> None:
+    """More trainers pay, but a shard becomes slow meanwhile. It is moved, and then the change is judged."""
+    job, shards = Job(compute=0.1, link=0.001, work=0.01, size=Size(1, 3)), {"least": Size(1, 3), "most": Size(4, 3)}
+    action = job.adviser.look(job.window(), job.situation(**shards)).action
+    assert isinstance(action, Resize)
+    job.adviser.acts(action, job.seconds)
+    job.size = action.to
+    held_up = replace(job.window(), seconds=1.0, waiting=0.9)
+    seen = [job.adviser.look(held_up, job.situation(**shards, slow_shard=SlowShard(2, 8.0))) for _ in range(AGREED)]
+    assert [advice.judged for advice in seen] == [None] * AGREED
+    assert isinstance(seen[-1].action, MoveShard)
+    job.adviser.acts(seen[-1].action, job.seconds)
+    after = job.adviser.look(job.window(), job.situation(**shards))
+    assert after.judged is not None
+    assert after.judged.verdict.paid
+    assert after.action is None
+
+
 @pytest.mark.parametrize(("work", "windows"), [(0.01, 1), (0.2, 2)])
 def test_what_plainly_pays_is_done_after_one_window(work: float, windows: int) -> None:
     """More trainers take a quarter of the time, or, since there are four cores, more than half."""

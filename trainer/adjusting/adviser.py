@@ -100,7 +100,8 @@ class Adviser:
         self._action, self._size = None, now
         self.known, self.rejected = remembered(self.known, self.rejected, now, measured, seen.machine)
         action: Action | None = None
-        if self.trial is not None and self.trial.target == now:
+        # A slow shard holds up every step: it is moved first, and the change is judged afterwards.
+        if self.trial is not None and self.trial.target == now and seen.slow_shard is None:
             trial, self.trial = self.trial, None
             if not trial.undoes:
                 over = Judged(trial, judged(trial, measured, seen.machine), measured)

@@ -31,7 +31,7 @@ RUNS = [
     *(("suite", condition, number) for condition, count in (("a", 3), ("b", 1), ("c", 1)) for number in range(1, count + 1)),
     *(("running", condition, number) for number in range(1, 4) for condition in "abcd"),
 ]
-"""Which tests, under which condition, for the how manieth time: in each condition once before a second time in any."""
+"""Which tests, under which condition, for the how manieth time; those on running work once in each condition before a second time in any."""
 DELAY_SECONDS = 0.05
 """What condition d adds to a step, which takes some 5 ms in these tests: they take ten times as long."""
 

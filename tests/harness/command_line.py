@@ -40,7 +40,7 @@ _READ_LATE = {"FORELOAD_JOB_TOKEN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER
 # What commands say on stderr besides errors.
 _PROGRESS = re.compile(
     r"prepare: .*|train: .*|store .*: does not answer yet; .*|trainer \d+: (store shard .*: does not answer, .*|the store shards answer again)|"
-    r"\d+ lanes x .*|epoch \d+[^:]*: .*|foreload: (?!error: |warning: ).*|stopped after step \d+; go on with: .*|resumed .*|"
+    r"test: .*|\d+ lanes x .*|epoch \d+[^:]*: .*|foreload: (?!error: |warning: ).*|stopped after step \d+; go on with: .*|resumed .*|"
 )
 
 

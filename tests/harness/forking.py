@@ -265,7 +265,7 @@ def _command(values: dict[str, Any]) -> int:
     more = int(arguments[arguments.index("--trainers") + 1]) - 1 if "--trainers" in arguments else 0
     count = _FORKED_FIRST[arguments[0]] + more if arguments[0] in _FORKED_FIRST else 0
     run = Path(arguments[arguments.index("--run") + 1]) if "--run" in arguments else Path()
-    observer = Injector(values["faults"], values["may_kill"], run) if values["faults"] or not values["may_kill"] else None
+    observer = Injector(values["faults"], values["may_kill"], run)
     started: list[tuple[int, StartedProcess]] = []
 
     def note() -> None:
@@ -282,8 +282,7 @@ def _command(values: dict[str, Any]) -> int:
             if one.module == WORKER:
                 started.append((TrainerStart.of_environment(os.environ | one.environment).trainer, process))
                 note()
-                if observer is not None:
-                    observer.reach(STARTED)
+                observer.reach(STARTED)
             return process
 
         status = int(cli.main(arguments, start, observer))

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 from command_line import Command, status_of
+from injection import KNOWN
 
 from foreload.cache.client.local import LocalStores
 from foreload.pipelines.schedule.at_work import at_work
@@ -110,6 +111,10 @@ class HeldRun(Command):
         """Whether all that is published is trained."""
         reported = status_of(self.path)
         return reported is not None and reported.step >= self.schedule.step
+
+    def knows_checkpoint(self, number: int) -> None:
+        """Wait until its trainers know of so many checkpoints: the newest is then taken after the next step that it is due after."""
+        self.until(lambda: self.said.count(KNOWN) >= number)
 
     def advance(self, steps: int = 1) -> int:
         """Train at least so many steps more, and hold it there; returns the step."""

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 CAN_JOIN = "test: trainer {} can join"
 """The observer writes this to stderr when a trainer that was started while others train can join."""
+KNOWN = "test: a checkpoint is known"
+"""It writes this when every trainer knows of the next checkpoint, and so takes it after the first step that it is due after."""
 SLOWER = "FORELOAD_TEST_STEP_SECONDS"
 """The environment variable by which every training step takes longer: SECONDS (`make test-matrix`, condition d), or SECONDS:FILE, while FILE
 exists.
@@ -98,6 +100,8 @@ class Injector(RunObserver):
 
     def at_checkpoint(self, point: str) -> None:
         """See RunObserver."""
+        if point == "known":
+            sys.stderr.write(f"{KNOWN}\n")
         self.reach(point)
 
     def reach(self, point: str) -> None:

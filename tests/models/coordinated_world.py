@@ -219,6 +219,7 @@ class Trainer:
         if self.agreement.reached(self.step):
             self.stage = "behind the last step"
         else:
+            self.checkpoints.steps_begin(self.step)
             self._go_on_behind_step()
         return True
 
@@ -270,7 +271,7 @@ class Trainer:
         # A step ends once all others take part in it.
         if any(other.term != self.term or other.step < self.step or not other.acts for other in others):
             return False
-        if any(other.stage == "evaluating" and other.step == self.step for other in others):
+        if any(other.stage in ("ready", "evaluating") and other.step == self.step for other in others):
             return False
         self.step += 1
         for lane in self.knows:

@@ -224,10 +224,18 @@ class MemberCheckpoints(TrainerCheckpoints):
             self._plan = plan
         self.follow(self._plan.checkpoint)
 
+    @property
+    def _leads(self) -> bool:
+        return bool(self._trainer.term.leader == self._trainer.number)
+
+    def steps_begin(self, step: int) -> None:
+        """Before the first step of a term."""
+        self.look()
+        self.before_steps(step, self._leads)
+
     def step_ended(self, step: int) -> None:
         """Behind a training step."""
-        leads = self._trainer.term.leader == self._trainer.number
-        self.after_step(SimpleNamespace(session=SimpleNamespace(leads=leads), number=self._trainer.number), step)  # type: ignore[arg-type]
+        self.after_step(SimpleNamespace(session=SimpleNamespace(leads=self._leads), number=self._trainer.number), step)  # type: ignore[arg-type]
 
     def _make_room(self, trainer: object) -> None: ...
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 from command_line import Command, done, refused
-from held import standing
+from held import Hold, standing
 from injection import CAN_JOIN, AnyFault, LauncherFault
-from live_runs import EPOCH, EVERY, Case, live_case, saved
+from live_runs import EPOCH, EVERY, Case, arguments, live_case, saved
 from small_job import summary
 
 from foreload.cache.client.local import LocalStores
@@ -37,13 +37,15 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     LAUNCHER_POINTS.items(),
 )
 def test_a_launcher_that_is_killed_amid_a_checkpoint_leaves_the_one_before(
-    case: Case, tmp_path: Path, servers: LocalStores, point: str, left: int
+    case: Case, tmp_path: Path, servers: LocalStores, hold: Hold, point: str, left: int
 ) -> None:
     run = tmp_path / "run"
-    place = ("--store", ",".join(servers.urls), "--trainers", 2, "--namespace", f"killed-{point.replace(' ', '-')}")
-    save = ("--checkpoint-every", EVERY, "--keep", 1, "--checkpoint-policy", "full")
-    begun = case.begin(run, *place, *save, faults=[LauncherFault(point, 2)])
-    status, _, err = begun.end()
+    place = ("--store", ",".join(servers.urls), "--trainers", "2", "--namespace", f"killed-{point.replace(' ', '-')}")
+    save = ("--checkpoint-every", str(EVERY), "--keep", "1", "--checkpoint-policy", "full")
+    begun = hold(arguments(case.schedule, run, *place, *save, "--digest"), EVERY, faults=[LauncherFault(point, 2)])
+    begun.knows_checkpoint(2)
+    begun.schedule.publish_through(begun.step + EVERY)
+    status, _, err = begun.stopped()
     assert status == -signal.SIGKILL, err
     # The others have stopped by themselves.
     done("digest", run)
@@ -83,7 +85,7 @@ def test_of_a_store_shard_that_is_lost_it_is_the_same_byte_for_byte(case: Case, 
             assert (there[0].path / path.name).read_bytes() == path.read_bytes()
 
 
-AMID = TrainerFault(1, "checkpoint file written", 12, signal.SIGSTOP)
+AMID = TrainerFault(1, "checkpoint file written", EVERY - 1, signal.SIGSTOP)
 SAVE = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 600)
 
 
@@ -101,13 +103,15 @@ def finish(case: Case, begun: Command, run: Path) -> str:
 
 
 @pytest.mark.parametrize(("begin", "scale"), [(2, 4), (3, 1)])
-def test_trainers_join_or_leave_amid_one(case: Case, tmp_path: Path, begin: int, scale: int) -> None:
+def test_trainers_join_or_leave_amid_one(case: Case, tmp_path: Path, hold: Hold, begin: int, scale: int) -> None:
     run = tmp_path / "run"
-    begun = case.begin(run, "--store", "local:3", "--trainers", begin, *SAVE, faults=[AMID])
+    place = ("--store", "local:3", "--trainers", begin, *SAVE, "--digest")
+    begun = hold(arguments(case.schedule, run, *map(str, place)), EVERY, wait=False, faults=[AMID])
     process = standing(begun, run, 1)
     done("scale", run, scale, "--no-wait")
     begun.until(lambda: all(CAN_JOIN.format(trainer) in begun.said for trainer in range(begin, scale)))
     process.resume()
+    begun.members(*range(scale))
     finish(case, begun, run)
     assert summary(run)["trainers"] == scale
     case.check_goes_on(saved(run / CHECKPOINTS)[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
@@ -127,11 +131,14 @@ def test_a_server_is_replaced_amid_one(case: Case, tmp_path: Path, servers: Loca
         case.check_goes_on(saved(run / CHECKPOINTS)[-1].path, tmp_path / "next", "--store", "local:1", "--trainers", 1)
 
 
-def test_none_is_deleted_amid_an_increment_and_one_whose_base_has_gone_is_told(case: Case, tmp_path: Path) -> None:
+def test_none_is_deleted_amid_an_increment_and_one_whose_base_has_gone_is_told(case: Case, tmp_path: Path, hold: Hold) -> None:
     run = tmp_path / "run"
-    save = ("--checkpoint-every", EVERY, "--keep", 9, "--peer-timeout", 600, "--checkpoint-policy", "consecutive")
-    amid = TrainerFault(1, "checkpoint file written", 2 * EVERY + 5, signal.SIGSTOP)
-    begun = case.begin(run, "--store", "local:1", "--trainers", 2, *save, faults=[amid])
+    place = ("--store", "local:1", "--trainers", 2, *SAVE, "--checkpoint-policy", "consecutive", "--digest")
+    # Amid the second one.
+    amid = TrainerFault(1, "checkpoint file written", EVERY + 5, signal.SIGSTOP)
+    begun = hold(arguments(case.schedule, run, *map(str, place)), EVERY, faults=[amid])
+    begun.knows_checkpoint(2)
+    begun.schedule.publish_through(begun.step + EVERY)
     process = standing(begun, run, 1)
     there = sorted((run / CHECKPOINTS).glob("step-*"), key=lambda path: int(path.name[5:]))
     for path in there:
@@ -179,16 +186,16 @@ def test_one_that_goes_while_it_is_read_is_told_in_a_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_where_another_saves_one_it_is_waited_for(case: Case, tmp_path: Path) -> None:
+def test_where_another_saves_one_it_is_waited_for(case: Case, tmp_path: Path, hold: Hold) -> None:
     run, folder = tmp_path / "run", tmp_path / "saved"
     folder.mkdir()
-    stand = TrainerFault(1, "rows applied", 2 * EVERY, signal.SIGSTOP)
-    save = ("--checkpoint-every", "0.1s", "--checkpoint", folder, "--peer-timeout", 600)
+    place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", EVERY, "--checkpoint", folder, "--digest")
     with at_work(folder / LOCK):
-        begun = case.begin(run, "--store", "local:1", "--trainers", 2, *save, faults=[stand])
-        process = standing(begun, run, 1)
+        begun = hold(arguments(case.schedule, run, *map(str, place)), EVERY)
+        # Once the first one has been given up.
+        begun.knows_checkpoint(2)
         assert saved(folder) == []
-    process.resume()
+    begun.train_until(lambda _: bool(list(folder.glob("step-*"))))
     status, _, err = begun.end()
     assert status == 0, err
     told = summary(run)

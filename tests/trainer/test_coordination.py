@@ -165,7 +165,7 @@ def test_a_rule_of_terms_left_out_is_found_out(
 ) -> None:
     monkeypatch.setattr(where, name, instead)
     with pytest.raises(Broken):
-        live_through(tmp_path, 5000, saved=False)
+        live_through(tmp_path, 20_000, saved=False)
 
 
 @pytest.mark.parametrize(
@@ -187,4 +187,4 @@ def test_a_rule_of_checkpoints_left_out_is_found_out(
 ) -> None:
     monkeypatch.setattr(where, name, instead)
     with pytest.raises(Broken):
-        live_through(tmp_path, 5000)
+        live_through(tmp_path, 20_000)

@@ -12,11 +12,11 @@ from unittest import mock
 
 import psutil
 import pytest
-from command_line import Command, done, fill, flip, refused
-from held import Hold, standing, stop_after
+from command_line import SMALL, Command, done, fill, flip, refused
+from held import Hold, stop_after
 from injection import CallFault, LauncherFault
 from live_runs import EVERY, Case, arguments, live_case, saved
-from small_job import summary
+from small_job import summary, synthetic_schedule
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -98,6 +98,21 @@ def test_it_is_what_a_clean_stop_there_leaves(case: Case, tmp_path: Path) -> Non
     assert len({tuple(replace(stage, path="", checksum=None) for stage in of_run) for of_run in stages}) == 1
 
 
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_the_first_that_is_due_is_saved_however_short_steps_are(tmp_path: Path, trainers: int) -> None:
+    """If it is of the first step, or of the last, and where a run goes on."""
+    schedule = synthetic_schedule(tmp_path, 40 * 128)
+    place = ("--store", "local:1", "--trainers", trainers, "--keep", 99)
+    run = tmp_path / "run"
+    for every, steps in ((1, {0}), (40, {39}), (7, {6})):
+        done("train", schedule, "--run", run, *SMALL, *place, "--checkpoint-every", every, "--overwrite")
+        assert {one.contents.step for one in saved(run / CHECKPOINTS)} >= steps
+    # One that goes on after a step whose next one is due for a checkpoint.
+    again = ("--from", run / CHECKPOINTS / "step-6", "--run", tmp_path / "next", "--checkpoint-every", 8)
+    done("train", schedule, *again, *place)
+    assert saved(tmp_path / "next" / CHECKPOINTS)[0].contents.step == 7
+
+
 @pytest.mark.parametrize(
     ("trainer", "point"),
     [
@@ -119,12 +134,14 @@ def test_a_trainer_that_dies_amid_a_checkpoint_costs_that_one_alone(
     def noted(kind: str) -> int:
         return sum(event["kind"] == kind for event in read_events(run))
 
-    # It dies amid the second or the third one, each of which is due when no other is under way; the one amid which it dies may not be saved.
     job.until(lambda: noted("checkpoint-saved") == 1)
+    job.knows_checkpoint(2)
+    # It dies amid the second one, or when it is asked for the third. The one amid which it dies may not be saved.
     job.advance(EVERY)
-    job.until(lambda: noted("trainer-lost") == 1 or noted("checkpoint-saved") == 2)
+    job.until(lambda: noted("trainer-lost") == 1)
+    # The next one is known before a step of the new term.
     job.advance(EVERY)
-    job.until(lambda: noted("trainer-lost") == 1 and noted("checkpoint-saved") >= 2)
+    job.until(lambda: noted("checkpoint-saved") >= 2)
     status, _, err = job.end()
     assert status == 0, err
     assert "Traceback" not in err
@@ -188,7 +205,7 @@ def test_where_servers_have_no_rows_of_the_last_clean_stop_the_newest_checkpoint
 
 
 def test_a_checkpoint_that_cannot_be_written_is_told_and_training_goes_on(case: Case, tmp_path: Path, small_disk: Path) -> None:
-    place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", "0.5s", "--checkpoint", small_disk / "saved")
+    place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", EVERY, "--checkpoint", small_disk / "saved")
     fill(small_disk, 1 << 14)
     err = case.train(tmp_path / "run", *place)
     assert "foreload: warning: a checkpoint was not saved: " in err
@@ -207,16 +224,13 @@ def test_a_folder_in_which_none_can_be_written_is_told_in_a_line(tmp_path: Path,
         Draft(tmp_path / name, "--to")
 
 
-def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> None:
+def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path, hold: Hold) -> None:
     run = tmp_path / "run"
-    stands = TrainerFault(1, "rows applied", 5, signal.SIGSTOP)
-    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "600", "--digest")
-    begun = Command(*train, faults=[stands])
-    process = standing(begun, run, 1)
+    begun = hold(arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--digest"))
     assert "--bits: is for a stopped run" in refused("checkpoint", "save", run, "--bits", 8)
     asked = ask(run, AskCheckpoint(str(tmp_path / "asked")))
     assert isinstance(asked, CheckpointBegun)
-    process.resume()
+    begun.knows_checkpoint(1)
     status, _, err = begun.end()
     assert status == 0, err
     assert summary(run)["digest"] == case.digest
@@ -227,20 +241,18 @@ def test_one_can_be_asked_for_while_it_trains(case: Case, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("sent", [pytest.param(signal.SIGSTOP, marks=pytest.mark.full), signal.SIGKILL])
 def test_who_asks_for_one_is_told_of_it_though_the_launcher_does_not_say_that_it_is_there(
-    case: Case, tmp_path: Path, sent: int, launched: Callable[..., Command]
+    case: Case, tmp_path: Path, sent: int, hold: Hold, launched: Callable[..., Command]
 ) -> None:
     run, to = tmp_path / "run", tmp_path / "asked"
-    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2", "--peer-timeout", "600")
-    begun = launched(
-        *train, faults=[TrainerFault(1, "rows applied", 5, signal.SIGSTOP), LauncherFault("published", 1, None, sent)]
-    )
-    process = standing(begun, run, 1)
+    train = arguments(case.schedule, run, "--store", "local:3", "--trainers", "2")
+    begun = hold(train, faults=[LauncherFault("published", 1, None, sent)])
     # It stands when the launcher has answered that the checkpoint is begun.
     asked = launched(
         "checkpoint", "save", run, "--to", to, faults=[CallFault("foreload.trainer.commands.save_checkpoint:AskCheckpointed")]
     )
     asked.stand()
-    process.resume()
+    begun.knows_checkpoint(1)
+    begun.schedule.release()
     if sent == signal.SIGSTOP:
         begun.stand()
     psutil.Process(asked.process.pid).resume()
@@ -280,11 +292,14 @@ def test_a_part_that_is_taken_after_it_was_told_to_be_written_is_written(monkeyp
 
 
 @pytest.mark.full
-def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path) -> None:
-    place = ("--store", "local:1", "--trainers", 2, "--checkpoint-every", EVERY, "--keep", 1)
+def test_the_newest_stay_and_what_they_need(case: Case, tmp_path: Path, hold: Hold) -> None:
+    place = ("--store", "local:1", "--trainers", "2", "--checkpoint-every", str(EVERY), "--keep", "1")
     # So many failures that auto, too, takes the most bits.
-    bits = ("--checkpoint-bits", "auto", "--failures-a-day", 1e9)
-    case.train(tmp_path / "run", *place, "--checkpoint-policy", "one-shot", *bits)
+    bits = ("--checkpoint-bits", "auto", "--failures-a-day", "1e9")
+    job = hold(arguments(case.schedule, tmp_path / "run", *place, "--checkpoint-policy", "one-shot", *bits), EVERY)
+    job.knows_checkpoint(2)
+    status, _, err = job.end()
+    assert status == 0, err
     first, newest = saved(tmp_path / "run" / CHECKPOINTS)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert {line["bits"] for line in lines if line["kind"] == "checkpoint" and "step" in line} == {8}

@@ -209,8 +209,8 @@ class Checkpointing:
             return
         # The leader names the step only when every trainer knows of the checkpoint; otherwise a
         # trainer could pass that step without taking it.
-        if saving.reports.keys() >= set(members):
-            self._change(ready=True)
+        if saving.reports.keys() >= set(members) and self._change(ready=True):
+            self._at_point("known")
         try:
             # The folder was busy when the draft was to be made. Try again after a pause.
             if saving.best is not None and saving.taken and saving.opening is None and self.wanted.may_begin():
@@ -230,6 +230,15 @@ class Checkpointing:
                 saving.opening = None
             else:
                 self._give_up(str(error), again)
+
+    def begin_before_steps(self) -> None:
+        """Begin the next checkpoint before the steps of a term begin.
+
+        Every trainer reads the plan after the term begins and before its first step, so all of them
+        know of this checkpoint, however short the steps are.
+        """
+        if self._saving is None and self._begin_next(ready=True):
+            self._at_point("known")
 
     def finish(self, members: Sequence[int], wait: Callable[[Future[Any], float], None]) -> None:
         """Publish a checkpoint that all trainers have written. Call it once training is over.
@@ -254,18 +263,26 @@ class Checkpointing:
         elif self.wanted.gives_way(saving.wanted, saving.step, self._report.last_step):
             self._give_up("an evaluation is near, and its checkpoint may be the best", again=True)
 
-    def _change(self, **fields: Any) -> None:
-        """Publish changed fields of the plan of the checkpoint under way."""
+    def _change(self, **fields: Any) -> bool:
+        """Publish changed fields of the plan of the checkpoint under way, if any differs.
+
+        Returns:
+            Whether any differs.
+        """
         plan = self._plan.now.checkpoint
         assert plan is not None
-        self._plan.change(checkpoint=replace(plan, **fields))
+        changed = replace(plan, **fields)
+        self._plan.change(checkpoint=changed)
+        return changed != plan
 
-    def _begin_next(self) -> None:
+    def _begin_next(self, ready: bool = False) -> bool:
+        """Begin the next checkpoint, if one is wanted. Returns whether one is."""
         wanted = self.wanted.next(self._report.last_step)
         if wanted is None:
-            return
+            return False
         self._begin(wanted)
-        self._plan.change(checkpoint=CheckpointPlan(self._count, wanted.every, wanted.steps))
+        self._plan.change(checkpoint=CheckpointPlan(self._count, wanted.every, wanted.steps, ready=ready))
+        return True
 
     def _begin(self, wanted: Wanted, best: Best | None = None) -> None:
         self._count += 1

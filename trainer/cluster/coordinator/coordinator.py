@@ -268,8 +268,17 @@ class Coordinator:
             self.scaling.poll(self.members, dead, goes_on)
             for trainer in dead.keys() - set(self.members.term.members):
                 self._trainers.forget(trainer)
-        if self.members.begin():
-            self._shards.term_begins()
+        self._begin_steps()
+
+    def _begin_steps(self) -> None:
+        """Begin the steps of the current term if all members are ready."""
+        if not self.members.may_begin:
+            return
+        # A checkpoint that is due comes first, so that all trainers know of it at their first step.
+        if self._phase == "training":
+            self.checkpointing.begin_before_steps()
+        self.members.begin()
+        self._shards.term_begins()
 
     def _start_joining(self, trainer: int) -> None:
         self._receiver.add(trainer)
@@ -360,8 +369,7 @@ class Coordinator:
         call.write_manifest(call.manifest.under(members.ready[members.term.members[0]].fingerprint, call.start.step + 1))
         call.run.write_status(call.start)
         self._rendezvous.publish(Go())
-        members.begin()
-        self._shards.term_begins()
+        self._begin_steps()
 
     def _end_process(self, trainer: int) -> bool:
         """End the process of a trainer that is, or seems, lost. Returns whether it is dead."""

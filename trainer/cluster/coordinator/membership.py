@@ -297,14 +297,17 @@ class Membership:
                 self._call.events.note(TrainerLeft(trainer=trainer))
                 self._call.say(f"trainer {trainer}: left {after_step(term.committed)}")
 
-    def begin(self) -> bool:
-        """Begin the term's steps if all members are ready. Returns whether they began just now."""
-        if self.begun or self._over_at is not None or not self.all_ready:
-            return False
+    @property
+    def may_begin(self) -> bool:
+        """Whether the term's steps have not begun, and all members are ready for them."""
+        return not self.begun and self._over_at is None and self.all_ready
+
+    def begin(self) -> None:
+        """Begin the term's steps. Call it if they may begin."""
+        assert self.may_begin
         self.begun = True
         self._rendezvous.publish(TermBegins(), self.term.number)
         self._call.events.note(TermBegan(members=self.term.members, lanes=self.term.hosts))
-        return True
 
     def silent(self) -> dict[int, str]:
         """Return the members that have not renewed their lease for too long, and why they are lost.

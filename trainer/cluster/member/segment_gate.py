@@ -73,16 +73,17 @@ class SegmentGate:
             schedule.open(self._first.segment)
             self.begun = self._first.segment + 1
 
-    def events(self, meanwhile: Callable[[], None]) -> Iterator[Event]:
+    def events(self, meanwhile: Callable[[], None], agreed: Callable[[], None]) -> Iterator[Event]:
         """Yield the events, those of each further segment once all trainers have its files.
 
         Args:
             meanwhile: Called repeatedly while this trainer waits for files or other trainers.
+            agreed: Called before the first event of each segment that the trainers have agreed on.
 
         Raises:
             StoppedAtSegment: A segment does not begin. Every trainer raises this.
         """
-        self._meanwhile = meanwhile
+        self._meanwhile, self._agreed = meanwhile, agreed
         event = self._first
         if self._begins is not None:
             self._agree(self._begins)
@@ -112,6 +113,7 @@ class SegmentGate:
                 self._rendezvous.publish(verdict, self._term, segment)
         if not verdict.begin:
             raise StoppedAtSegment(verdict.failure, verdict.goes_on)
+        self._agreed()
 
     def _verdict(self, segment: int) -> SegmentVerdict:
         """Return the leader's verdict on a segment.

@@ -4,10 +4,10 @@ The trainers agree on a step. After it each of them copies what the next step ch
 writes the files while training goes on.
 
 The plan says that a checkpoint is wanted; while none is, no step asks the rendezvous for anything.
-Once all trainers have reported that they know of the checkpoint, the coordinator lets the leader
-name its step. The leader names it after a step, before it sends anything of the next one. No other
-trainer can finish that next step without the leader's messages, and each polls for the name after
-every step, so each reads it in time.
+Once all trainers know of the checkpoint, the coordinator lets the leader name its step. The leader
+names it before the first step of a term, or after a step, and before it sends anything of the next
+one. No other trainer can finish that next step without the leader's messages, and each polls for
+the name after every step, so each reads it in time.
 """
 
 from __future__ import annotations
@@ -214,6 +214,18 @@ class TrainerCheckpoints:
             self._wanted = self._taken = self._part = None
             if not self._room_stays:
                 self._room = {}
+
+    def before_steps(self, step: int, leads: bool) -> None:
+        """Name the step of the checkpoint that the term begins with, if it begins with one.
+
+        To be called before the first step of a term, once this trainer has read the newest plan.
+
+        Args:
+            step: The last step before the term.
+            leads: Whether this trainer leads the term.
+        """
+        if leads and self._wanted is not None and self._at is None:
+            self._at = self._named(self._wanted, step, leads)
 
     def after_step(self, trainer: Trainer, step: int) -> None:
         """Take the copy if the checkpoint is of this step.

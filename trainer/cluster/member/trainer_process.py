@@ -468,7 +468,10 @@ class TrainerProcess:
         if agreement.reached(self._last_step):
             trainer.commit_last()
             return True, None, False
-        trainer.ends_after, events = ends_after, gate.events(while_waiting)
+        # What the plan asks for by now counts from the next step on, however short the steps are.
+        self._link.report(at_once=True)
+        self._checkpoints.before_steps(self._last_step, trainer.session.leads)
+        trainer.ends_after, events = ends_after, gate.events(while_waiting, lambda: self._link.report(at_once=True))
         try:
             stopped = trainer.run(events, stop_after, on_step, on_evaluation, agreement.goes_on) is not None
             return stopped, None, agreement.goes_on() and stopped

@@ -188,7 +188,8 @@ class RunObserver:
         """Receive a point of a checkpoint that the launcher reaches.
 
         Args:
-            point: "begun", "manifest written", "published" or "old ones deleted".
+            point: "known", once every trainer knows of it or will at its first step; then "begun",
+                "manifest written", "published" or "old ones deleted".
         """
 
     def may_start(self, shard: int) -> bool:

@@ -434,8 +434,8 @@ class CheckpointPlan:
         every: Interval in steps. If None, only `steps` counts.
         steps: Steps after which the checkpoint may be taken.
         behind: The step after which all trainers wait now, if the checkpoint is of that step.
-        ready: Whether every trainer has reported that it knows of the checkpoint, so that the
-            leader may name the step.
+        ready: Whether the leader may name the step, because every trainer knows of the checkpoint:
+            it has reported so, or it reads this plan before the first step of its term.
         part: What the trainers write. None while it is not known.
     """
 

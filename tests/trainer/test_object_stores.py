@@ -6,6 +6,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from foreload.trainer.checkpoints.contents import MANIFEST, Checkpoint
 from foreload.trainer.cluster.messages.faults import TrainerFault
 from foreload.trainer.errors import CheckpointError, CheckpointUnreachable
 from foreload.trainer.run.directory import STORES
+from foreload.trainer.run.event_log import read_events
 from foreload.trainer.storage import ObjectPath, place
 
 MODEL = ("--dim", "4", "--lr", "0.05", "--model-options", "bottom=512-512-4", "top=512-512-1")
@@ -222,6 +224,10 @@ def test_training_goes_on_where_it_does_not_answer_and_the_next_one_is_saved(cas
     told = summary(run)
     assert told["digest"] == case.digest
     assert told["checkpoints"]["failed"] == 1
+    # After a failure none is begun for a while, which training need not last for.
+    noted = [(event["kind"], datetime.fromisoformat(event["time"])) for event in read_events(run)]
+    (failed,) = (time for kind, time in noted if kind == "checkpoint-not-saved")
+    assert all(time - failed > timedelta(seconds=9) for kind, time in noted if kind == "checkpoint-saved")
     assert "foreload: warning: a checkpoint was not saved: s3://" in err
     done("checkpoint", "save", run)
     saved = case.check_whole(folder)[-1]

@@ -53,6 +53,20 @@ def test_the_next_multiple_is_wanted_and_with_it_the_steps_of_evaluations() -> N
     assert (due.folder, due.asked, due.every, due.steps) == (FOLDER, None, 7, (39, 79, 119))
 
 
+@pytest.mark.parametrize(("every", "pause"), [(7, 10.0), ("90s", 90.0)])
+def test_after_a_failure_none_is_begun_for_a_while(every: int | str, pause: float) -> None:
+    now = 100.0
+    checkpoints = wanted_of(None, lambda: now, checkpoint_every=every)
+    now += 90.0
+    due = checkpoints.next(5)
+    assert due is not None
+    checkpoints.failed(due, "the disk is full")
+    now += pause - 0.5
+    assert checkpoints.next(8) is None
+    now += 0.5
+    assert checkpoints.next(9) == due
+
+
 def test_evaluations_amid_an_epoch_are_waited_for_too() -> None:
     checkpoints = wanted_of(16, keep_best="auc", checkpoint_every=7)
     due = checkpoints.next(-1)

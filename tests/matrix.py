@@ -29,9 +29,9 @@ RESULTS = ROOT / "build" / "test-matrix.jsonl"
 MARKS = {"suite": "not full", "running": "running and not full"}
 RUNS = [
     *(("suite", condition, number) for condition, count in (("a", 3), ("b", 1), ("c", 1)) for number in range(1, count + 1)),
-    *(("running", condition, number) for number in range(1, 4) for condition in "abcd"),
+    *(("running", condition, number) for condition, first in (("b", 2), ("c", 2), ("d", 1)) for number in range(first, 4)),
 ]
-"""Which tests, under which condition, for the how manieth time; those on running work once in each condition before a second time in any."""
+"""Which tests, under which condition, for the how manieth time. Those on running work three times in each: the suite has them, too."""
 DELAY_SECONDS = 0.05
 """What condition d adds to a step, which takes some 5 ms in these tests: they take ten times as long."""
 

@@ -19,8 +19,9 @@ from typing import Any
 import psutil
 import pytest
 from clicks import write_features, write_log
-from command_line import DEADLINE_SECONDS, ROOT, done, reached
+from command_line import ROOT, done, reached
 from held import held
+from waiting import DEADLINE_SECONDS
 
 import foreload
 from foreload.api import client
@@ -354,7 +355,7 @@ def test_a_caller_that_is_killed_leaves_a_run_that_stopped_and_no_process(owner:
     left = psutil.Process(owner.pid).children(recursive=True)
     assert left
     owner.kill()
-    _, alive = psutil.wait_procs(left, timeout=60)
+    _, alive = psutil.wait_procs(left, timeout=DEADLINE_SECONDS)
     assert not alive
     assert foreload.Run(tmp_path / "run").state == "stopped"
 

@@ -13,6 +13,7 @@ import pytest
 from grids import covering
 from lane_owners import TIMEOUT, Died, History, Owner, check_all, dies_at
 from lane_program import make_program
+from waiting import DEADLINE_SECONDS
 
 from foreload.base.job_token import new_token
 from foreload.cache.client.store import Store
@@ -192,7 +193,7 @@ def test_a_copy_that_is_gone_ends_the_term_and_the_owner_goes_on_in_the_next(
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert trainers[0].lost.wait(60)
+    assert trainers[0].lost.wait(DEADLINE_SECONDS)
     # Nothing has left since; the trainer's own thread is freed where it would wait, and everything goes on with the next term.
     assert owner.traffic is not None
     owner.traffic.interrupt(CopyLost("trainer 1 is gone"))
@@ -260,7 +261,7 @@ def hold_until_closed(trainer: Trainer, record: LoggedBatch) -> None:
     """An owner that is none any more waits for a further term, until its process ends."""
 
     def close() -> None:
-        assert trainer.lost.wait(60)
+        assert trainer.lost.wait(DEADLINE_SECONDS)
         trainer.log.close()
 
     closer = threading.Thread(target=close)
@@ -287,7 +288,7 @@ def test_a_silent_holder_is_given_up_at_once_when_the_term_is_over(trainers: lis
         assert not done.is_set()
         log.interrupt("term 1 is over")
         log.begin_term(Holders({}, {}), (0,))
-        assert done.wait(60)
+        assert done.wait(DEADLINE_SECONDS)
     holder.join()
 
 

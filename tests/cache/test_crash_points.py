@@ -33,6 +33,7 @@ from lane_program import (
 from lane_runs import contents, plan
 from lost_shards import kill
 from serving import serving
+from waiting import DEADLINE_SECONDS
 
 from foreload.base.hashing import key
 from foreload.cache.client.local import LocalStores
@@ -145,7 +146,7 @@ def in_a_process_that_is_killed(run: Callable[[], None]) -> None:
     """Run something in a process of its own, which must end by SIGKILL."""
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    process.join(60)
+    process.join(DEADLINE_SECONDS)
     assert process.exitcode == -signal.SIGKILL
 
 

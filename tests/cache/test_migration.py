@@ -17,7 +17,8 @@ import pytest
 from grids import covering
 from lane_owners import NAMESPACE, TIMEOUT, Died, History, Owner, check_all, dies_at
 from lane_program import make_program
-from lost_shards import DEADLINE_SECONDS, kill, restart
+from lost_shards import kill, restart
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER, MIGRATED

@@ -12,6 +12,7 @@ import pytest
 from lane_program import LAYOUTS, SEED
 from lane_runs import ending, with_base
 from serving import serving
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -162,7 +163,7 @@ def test_a_lost_shard_that_answers_before_its_lane_is_served_is_rebuilt_once_it_
     with Store(servers.urls, timedelta(seconds=10)) as other:
         stored, plan = taken_over(other, 2, 1, last_batch=1)
         with Traffic(stored, SEED, log=FileLog(tmp_path / "second")) as traffic:
-            assert answered.wait(60)
+            assert answered.wait(DEADLINE_SECONDS)
             traffic.add_lane(plan)
             while not traffic.shards.whole:
                 traffic.repair_shards(timedelta(seconds=1))

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import redis
 from lost_shards import PATIENCE, Disturber, asked, check_lost, check_rebuilt, run
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client import frames
 from foreload.cache.client.connections import Channel
@@ -30,7 +31,7 @@ def busy(stores: LocalStores, shard: int, until: threading.Event) -> None:
             other.command(0, "EVAL", "while true do end", 0)
 
     def end() -> None:
-        until.wait(60)
+        until.wait(DEADLINE_SECONDS)
         with redis.Redis(unix_socket_path=str(stores.urls[shard]).removeprefix("unix://")) as other:
             other.script_kill()
         thread.join()

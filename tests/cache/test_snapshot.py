@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from lane_program import EVALUATION_SLOTS, LAYOUTS, SEED, SLOTS, STATE_WIDTH, WIDTH, LaneProgram, Truth, make_program, train_slots
 from lane_runs import ending, plan
-from lost_shards import DEADLINE_SECONDS, kill
+from lost_shards import kill
 from serving import serving
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store

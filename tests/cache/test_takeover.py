@@ -12,6 +12,7 @@ from grids import covering
 from lane_owners import NAMESPACE, TIMEOUT, Died, Gate, History, Mortal, Owner, check_all, dies_at, of_phase
 from lane_program import make_program
 from lost_shards import kill
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -377,7 +378,7 @@ def test_what_an_owner_that_was_stopped_still_does_changes_nothing(
 
     thread = threading.Thread(target=train)
     thread.start()
-    assert gate.reached.wait(60)
+    assert gate.reached.wait(DEADLINE_SECONDS)
     # What it told its copies it told before; one step less than it may have committed is what they surely have.
     step, copies = stopped.copies(1, early=True)
     second = Owner(Store(urls, TIMEOUT), histories, tmp_path, parity, Ownership(2))

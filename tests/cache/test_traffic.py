@@ -30,6 +30,7 @@ from lane_program import (
 from lane_runs import Recording, arriving, expected_rows, plan
 from lane_runs import ending as ending
 from serving import serving, take_wrong_rows
+from waiting import wait_until
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -269,9 +270,7 @@ def test_a_write_back_waits_for_room(servers: LocalStores, store: Store) -> None
         trainer.start()
         proxy.wait_for_request(b"HSET")
         assert traffic.last_batch(0) == 0
-        deadline = time.monotonic() + 20
-        while not traffic._monitor._waiters:  # type: ignore[attr-defined]
-            assert time.monotonic() < deadline
+        wait_until(lambda: bool(traffic._monitor._waiters))  # type: ignore[attr-defined]
         began = time.monotonic()
         time.sleep(0.02)  # so that it is told from no time
         least = time.monotonic() - began

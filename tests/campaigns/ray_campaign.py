@@ -30,9 +30,10 @@ from foreload.trainer.compute import numerics  # noqa: E402
 
 numerics.set_environment()
 import ray  # noqa: E402
-from command_line import Command, wait_until  # noqa: E402
+from command_line import Command  # noqa: E402
 from held import HeldRun, Hold, holding  # noqa: E402
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed  # noqa: E402
+from waiting import wait_until  # noqa: E402
 
 from foreload.trainer.run.directory import METRICS, Run  # noqa: E402
 from foreload.trainer.run.engine_record import EngineRecord  # noqa: E402

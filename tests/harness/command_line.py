@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 from forking import COMMAND_LINE, FORKER, ForkedCommand
+from waiting import DEADLINE_SECONDS, wait_until
 
 from foreload.trainer import cli
 from foreload.trainer.cluster.messages.control import RunStatus, training_status
@@ -30,8 +31,6 @@ if TYPE_CHECKING:
     from injection import AnyFault
 
 ROOT = Path(__file__).resolve().parents[2]
-DEADLINE_SECONDS = 180
-"""How long is waited for what a command must bring about, its end included."""
 MARK = "FORELOAD_TEST_COMMAND"
 
 _READ_LATE = {"FORELOAD_JOB_TOKEN", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
@@ -70,7 +69,7 @@ class Remains:
 
     def check(self, err: str) -> None:
         """Assert that there are none, a moment after the command has ended; remove them if there are."""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + DEADLINE_SECONDS
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         commands = [process.cmdline() for process in left]
@@ -90,7 +89,7 @@ class Remains:
         alive = self.processes()
         for process in alive:
             process.kill()
-        psutil.wait_procs(alive, timeout=10)
+        psutil.wait_procs(alive, timeout=DEADLINE_SECONDS)
 
     def remove(self) -> None:
         """End and delete everything."""
@@ -101,14 +100,6 @@ class Remains:
 def main(arguments: Sequence[str]) -> int:
     """`foreload.trainer.cli.main` in this process, which forks the rendezvous host and the trainers of a training."""
     return cli.main(arguments, FORKER)
-
-
-def wait_until(satisfied: Callable[[], bool], said: Callable[[], str] = str) -> None:
-    """Wait for something that stays true. said: what is shown if it does not come about."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not satisfied():
-        assert time.monotonic() < deadline, said()
-        time.sleep(0.01)
 
 
 class Command:
@@ -264,7 +255,7 @@ def run_here(*arguments: object, **environment: str) -> tuple[int, str, str]:
         os.environ.clear()
         os.environ.update(before)
     remains.check(err.getvalue())
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while (left := FORKER.alive()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, ([process.pid for process in left], err.getvalue())

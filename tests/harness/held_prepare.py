@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
-from command_line import DEADLINE_SECONDS
 from portable_job import PIECE_ROWS, worker_environment
-
-
-def until(satisfied: Callable[[], bool], what: Callable[[], object] = lambda: None) -> None:
-    """Wait for what must come about and then stays true."""
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    while not satisfied():
-        assert time.monotonic() < deadline, what()
-        time.sleep(0.05)
+from waiting import DEADLINE_SECONDS, wait_until
 
 
 class HeldPrepare:
@@ -37,7 +27,7 @@ class HeldPrepare:
             env=worker_environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
         )  # fmt: skip
-        until(lambda: (self.folder / "held").exists() or self.process.poll() is not None)
+        wait_until(lambda: (self.folder / "held").exists() or self.process.poll() is not None)
         assert self.process.poll() is None, self.process.communicate()
         self.worker = psutil.Process(int((self.folder / "held").read_text()))
 

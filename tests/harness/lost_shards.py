@@ -31,7 +31,6 @@ from foreload.cache.traffic import Counters, Traffic
 LANES = (0, 3)
 IDENTITY = Ownership(0, {"run": "x"})
 PATIENCE = timedelta(seconds=20)
-DEADLINE_SECONDS = 120  # for what must come about
 
 Contents = dict[int, list[dict[bytes, bytes]]]
 Events = Mapping[tuple[str, int], Callable[[], object]]

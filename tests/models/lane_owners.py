@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 from lane_program import EVALUATION_SLOTS, LAYOUTS, SEED, SLOTS, STATE_WIDTH, WIDTH, LaneProgram, Truth, train_slots, values
 from lane_runs import expected_rows
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.store import Read, Store, Write
 from foreload.cache.errors import StoreError
@@ -331,7 +332,7 @@ class Gate:
         self._left -= action == self._action
         if not self._left and action == self._action:
             self.reached.set()
-            assert self.open.wait(60)
+            assert self.open.wait(DEADLINE_SECONDS)
 
 
 def dies_at(action: str, count: int) -> Callable[[str], None]:

@@ -14,8 +14,9 @@ import pytest
 from command_line import fill
 from disturbed import disturb
 from docs_pages import ROOT
-from held_prepare import HeldPrepare, until
+from held_prepare import HeldPrepare
 from portable_job import click_logs, contents, worker_environment
+from waiting import wait_until
 
 from foreload.pipelines import prepare
 from foreload.pipelines.errors import PipelineError
@@ -61,7 +62,7 @@ class Flink:
         for number in range(1, flink.TASK_MANAGERS + 1):
             if self.cluster.processes[f"task-manager-{number}"].poll() is not None:
                 self.cluster.start_task_manager(number)
-        until(lambda: self.cluster.task_managers() == flink.TASK_MANAGERS)
+        wait_until(lambda: self.cluster.task_managers() == flink.TASK_MANAGERS)
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +137,9 @@ def test_a_task_manager_that_stands_still_and_goes_on_later_changes_nothing(
     # Its worker goes on with the job that is over. Flink may keep it for another job; it ends with its task manager.
     job.release()
     job.task_manager.resume()
-    until(job.went_on)
+    wait_until(job.went_on)
     job.task_manager.kill()
-    until(lambda: not job.worker.is_running())
+    wait_until(lambda: not job.worker.is_running())
     assert contents(out) == prepared_logs
     on_flink.restore()
 
@@ -175,13 +176,13 @@ def test_a_command_that_ends_early_can_be_repeated_at_once_with_other_data(
         assert err.splitlines()[-1] == "foreload: stopped"
         assert "Traceback" not in err
         # Without any help: Beam's job server may not cancel the job, but its stages find the command over.
-        until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
+        wait_until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
     prepare.run([*other, f"--out={out}", *on_flink.flags])
     assert contents(out) == contents(alone)
     # The worker of the first call goes on, if it still can.
     job.release()
-    until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
-    until(job.went_on)
+    wait_until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
+    wait_until(job.went_on)
     assert contents(out) == contents(alone)
     assert not (out / WORK).exists()
 
@@ -216,7 +217,7 @@ def test_a_full_disk_is_told_and_the_same_command_works_once_there_is_space(
     assert status == 2, err
     assert "the disk is full; free space" in err.splitlines()[-1], err
     assert "Traceback" not in err
-    until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
+    wait_until(lambda: on_flink.jobs()[job.job] in OVER, on_flink.jobs)
     (small_disk / "ballast").unlink()
     prepare.run([*command, *on_flink.flags])
     assert contents(small_disk / "out") == prepared_logs

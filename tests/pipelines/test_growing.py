@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from portable_job import contents
+from waiting import wait_until
 
 from foreload.pipelines import prepare
 from foreload.pipelines.beam.local import GrowingSource
@@ -26,7 +26,6 @@ from foreload.pipelines.samples.pieces import Abandoned, PieceOrder, Samples, he
 from foreload.pipelines.schedule.format import WORK
 from foreload.pipelines.sources import Source, plan_splits
 
-DEADLINE_SECONDS = 60.0
 FEATURES = """
 label = "clicked"
 [[feature]]
@@ -135,10 +134,8 @@ class Held(beam.DoFn):
         self.stage, self.last, self.there = stage, last, there
 
     def process(self, element: ReadTask) -> Iterator[Any]:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while element.name == self.last and not self.there(self.stage.plan.out):
-            assert time.monotonic() < deadline, "nothing was compiled before all was read"
-            time.sleep(0.01)
+        if element.name == self.last:
+            wait_until(lambda: self.there(self.stage.plan.out), lambda: "nothing was compiled before all was read")
         yield from self.stage.process(element)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from numba import njit
 from numba.core import event
+from waiting import DEADLINE_SECONDS, wait_until
 
 from foreload.base.interrupts import SIGNALS, Interrupts
 
@@ -31,8 +32,8 @@ def send(number: int = signal.SIGINT) -> None:
 
 
 def wait() -> None:
-    """Wait for the KeyboardInterrupt that a signal raises here; returns, and the test fails, if none has come within a minute."""
-    deadline = time.monotonic() + 60
+    """Wait for the KeyboardInterrupt that a signal raises here; returns, and the test fails, if none has come by the deadline."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
     while time.monotonic() < deadline:
         time.sleep(0.001)
 
@@ -137,7 +138,5 @@ def test_a_deferred_signal_is_only_noted_and_a_terminal_that_hangs_up_twice_is_n
         send(signal.SIGTERM)
         finalize(signal.SIGINT)
         # The finalizer's own may be handled a little later.
-        deadline = time.monotonic() + 60
-        while len(interrupts.received) < 3 and time.monotonic() < deadline:
-            time.sleep(0.001)
+        wait_until(lambda: len(interrupts.received) == 3)
     assert interrupts.received == [signal.SIGHUP, signal.SIGTERM, signal.SIGINT]

@@ -14,6 +14,7 @@ import grpc
 import pytest
 from disturbed import disturb
 from portable_job import PIECE_ROWS, contents, worker_environment
+from waiting import DEADLINE_SECONDS
 
 from foreload.pipelines import prepare
 
@@ -68,7 +69,7 @@ def job_flags() -> Iterator[list[str]]:
     )
     try:
         with grpc.insecure_channel(f"localhost:{port}") as channel:
-            grpc.channel_ready_future(channel).result(timeout=60)
+            grpc.channel_ready_future(channel).result(timeout=DEADLINE_SECONDS)
         worker = f"{sys.executable} -m apache_beam.runners.worker.sdk_worker_main"
         yield [
             "--runner=PortableRunner",

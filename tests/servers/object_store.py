@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal
 
-from command_line import DEADLINE_SECONDS
+from waiting import DEADLINE_SECONDS
 
 BUCKET = "bucket"
 KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "secret-of-the-test", "AWS_EC2_METADATA_DISABLED": "true"}

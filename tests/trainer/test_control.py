@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.protocol.shards.shard_status import ShardSnapshot, ShardStatus
 from foreload.trainer.cluster.coordinator.control_socket import ControlSocket, RequestQueue
@@ -203,8 +204,8 @@ def test_requests_are_answered_by_the_coordinators_thread_alone(tmp_path: Path, 
     control = ControlSocket(tmp_path, requests.ask)
     try:
         with ThreadPoolExecutor(8) as pool:
-            later = pool.submit(ask, tmp_path, AskRowCounts(), timedelta(seconds=60))
-            patience = timedelta(seconds=60)
+            later = pool.submit(ask, tmp_path, AskRowCounts(), timedelta(seconds=DEADLINE_SECONDS))
+            patience = timedelta(seconds=DEADLINE_SECONDS)
             several: list[Future[Any]] = [
                 pool.submit(ask, tmp_path, AskStatus(), patience),
                 pool.submit(ask, tmp_path, AskStop(), patience),
@@ -236,7 +237,7 @@ def test_who_still_waits_as_training_ends_is_told_that_nothing_trains(tmp_path: 
     control = ControlSocket(tmp_path, requests.ask)
     try:
         with ThreadPoolExecutor(1) as pool:
-            asked = pool.submit(ask, tmp_path, AskStop(), timedelta(seconds=60))
+            asked = pool.submit(ask, tmp_path, AskStop(), timedelta(seconds=DEADLINE_SECONDS))
             select.select([requests], [], [])
             if known:
                 requests.answer(lambda request: Future())

@@ -34,12 +34,15 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("average")
+    """Has a log and its schedule."""
+    made = tmp_path_factory.mktemp("average")
+    small_terms.schedule(made)
+    return made
 
 
 @pytest.fixture(scope="module")
 def schedule(folder: Path) -> Schedule:
-    return small_terms.schedule(folder)
+    return Schedule(folder / "schedule")
 
 
 DENSE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

@@ -15,9 +15,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import Command, free_port, wait_until
+from command_line import Command, free_port
 from engine_twin import TwinEngine
 from small_call import small_call
+from waiting import wait_until
 
 from foreload.base.job_token import new_token, write_token
 from foreload.cache.client.local import LocalStores

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 from test_exact import FEATURES, LANES
 from training import job_in_memory, train
+from waiting import DEADLINE_SECONDS, wait_until
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.resp import MARKER
@@ -33,7 +33,6 @@ Contents = list[list[dict[bytes, bytes]]]
 CODES = [(2, 1), (4, 1), (4, 2)]
 """(k, r)"""
 NAMESPACE = "losses"
-DEADLINE_SECONDS = 30
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +145,7 @@ def once_whole(what: Disturbance) -> Disturbance:
     """Lets something happen when all shards are whole."""
 
     def do(stores: LocalStores, traffics: list[Traffic]) -> None:
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while any(traffic.shards.not_whole for traffic in traffics):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: not any(traffic.shards.not_whole for traffic in traffics))
         what(stores, traffics)
 
     return do

@@ -11,10 +11,11 @@ from typing import Any
 
 import psutil
 import pytest
-from command_line import DEADLINE_SECONDS, Command, free_port, main, refused, run_here
+from command_line import Command, free_port, main, refused, run_here
 from held import Hold, send
 from injection import AnyFault, CallFault
 from small_job import arguments, check_end, failing_model, summary, synthetic_schedule, train_undisturbed
+from waiting import DEADLINE_SECONDS
 
 from foreload.base.job_token import new_token
 from foreload.cache.client.local import LocalStores

@@ -16,10 +16,11 @@ import psutil
 import pyarrow.parquet as pq
 import pytest
 import torch
-from command_line import DEADLINE_SECONDS, Command, main, reached, refused_apart
+from command_line import Command, main, reached, refused_apart
 from held import Hold, held
 from injection import STARTED, LauncherFault
 from small_job import arguments, scheduler_environment, summary, synthetic_schedule, train_undisturbed, under_torchrun
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.local import LocalStores
 from foreload.trainer.cluster.messages.faults import TrainerFault
@@ -170,7 +171,7 @@ def kill(*processes: psutil.Process) -> None:
     for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    psutil.wait_procs(processes, timeout=60)
+    psutil.wait_procs(processes, timeout=DEADLINE_SECONDS)
 
 
 def servers_of(run: Path) -> list[psutil.Process]:

@@ -21,6 +21,7 @@ from docs_pages import ROOT, table_fields
 from held import Hold
 from prometheus_client.parser import text_string_to_metric_families
 from small_job import arguments, summary, synthetic_schedule
+from waiting import DEADLINE_SECONDS
 
 from foreload.base.errors import SettingError
 from foreload.trainer.compute.reports import Totals
@@ -35,7 +36,7 @@ NAMES = {f"{family.name}_total" if family.counter else family.name for family in
 def read(url: str) -> tuple[int, str]:
     """The HTTP status of an answer, and its text."""
     try:
-        with urllib.request.urlopen(url, timeout=60) as answer:
+        with urllib.request.urlopen(url, timeout=DEADLINE_SECONDS) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -122,7 +123,7 @@ def test_a_client_that_goes_away_harms_nothing(server: MetricsServer, capfd: pyt
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
     assert value(scraped(server.url), "foreload_step") == 7
     for thread in set(threading.enumerate()) - before:
-        thread.join(60)
+        thread.join(DEADLINE_SECONDS)
     assert capfd.readouterr().err == ""
 
 
@@ -130,9 +131,9 @@ def test_a_fault_of_the_server_itself_is_shown(server: MetricsServer, capfd: pyt
     before = set(threading.enumerate())
     server.conclude(replace(FIGURES, run="\udcff"))  # what UTF-8 cannot have; the coordinator replaces it
     with pytest.raises(OSError, match="without response"):
-        urllib.request.urlopen(server.url, timeout=60)
+        urllib.request.urlopen(server.url, timeout=DEADLINE_SECONDS)
     for thread in set(threading.enumerate()) - before:
-        thread.join(60)
+        thread.join(DEADLINE_SECONDS)
     assert "UnicodeEncodeError" in capfd.readouterr().err
 
 
@@ -181,7 +182,7 @@ def test_a_run_serves_what_it_reports_in_its_folder(tmp_path: Path, hold: Hold) 
     job.schedule.release()
     assert job.end()[0] == 128 + signal.SIGTERM
     with pytest.raises(urllib.error.URLError):
-        urllib.request.urlopen(url, timeout=60)
+        urllib.request.urlopen(url, timeout=DEADLINE_SECONDS)
     assert summary(run)["steps"] >= value(samples, "foreload_steps_total")
 
 

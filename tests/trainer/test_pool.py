@@ -11,11 +11,12 @@ from typing import Any, cast
 
 import pytest
 import ray
-from command_line import Command, free_port, refused_apart, wait_until
+from command_line import Command, free_port, refused_apart
 from held import Hold
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from small_job import arguments, summary, synthetic_schedule, train_undisturbed
 from test_auto import sleeping
+from waiting import wait_until
 
 from foreload.trainer.adjusting.shares import Bid, Choice, Resources, Share
 from foreload.trainer.cluster.engines.ray_actors import KEEPER, Keeper

@@ -30,12 +30,15 @@ def annealed() -> TrainJob:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("random")
+    """Has a log and its schedule."""
+    made = tmp_path_factory.mktemp("random")
+    small_terms.schedule(made)
+    return made
 
 
 @pytest.fixture(scope="module")
 def schedule(folder: Path) -> Schedule:
-    return small_terms.schedule(folder)
+    return Schedule(folder / "schedule")
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,10 @@ from pathlib import Path
 import psutil
 import pytest
 import ray
-from command_line import DEADLINE_SECONDS, Command, free_port, refused, refused_apart, run_here, wait_until
+from command_line import Command, free_port, refused, refused_apart, run_here
 from held import HeldRun, Hold
 from small_job import arguments, check_end, summary, synthetic_schedule, train_undisturbed
+from waiting import DEADLINE_SECONDS, wait_until
 
 from foreload.cache.client.store import Store
 from foreload.cache.client.url import parse_url

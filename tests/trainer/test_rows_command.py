@@ -12,6 +12,7 @@ from clicks import Clicks
 from command_line import SMALL, done, refused, run_here
 from docs_pages import documented_rights
 from held import Hold
+from waiting import DEADLINE_SECONDS
 
 from foreload.cache.client.local import LocalStores
 from foreload.cache.client.store import Store
@@ -153,7 +154,7 @@ def test_a_run_that_trains_is_not_deleted_and_its_local_servers_go_with_it(click
         for process in trainers:
             process.kill()
         command.process.wait()
-        psutil.wait_procs(trainers, timeout=60)
+        psutil.wait_procs(trainers, timeout=DEADLINE_SECONDS)
         # Broken off: its servers are left, and alone have its rows.
         servers = LocalStores.find(run / STORES)
         assert servers is not None

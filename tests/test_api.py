@@ -355,7 +355,7 @@ def test_a_caller_that_is_killed_leaves_a_run_that_stopped_and_no_process(owner:
     left = psutil.Process(owner.pid).children(recursive=True)
     assert left
     owner.kill()
-    _, alive = psutil.wait_procs(left, timeout=DEADLINE_SECONDS)
+    _, alive = psutil.wait_procs(left, timeout=60)
     assert not alive
     assert foreload.Run(tmp_path / "run").state == "stopped"
 

@@ -69,7 +69,7 @@ class Remains:
 
     def check(self, err: str) -> None:
         """Assert that there are none, a moment after the command has ended; remove them if there are."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        deadline = time.monotonic() + 10
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.05)
         commands = [process.cmdline() for process in left]
@@ -89,7 +89,7 @@ class Remains:
         alive = self.processes()
         for process in alive:
             process.kill()
-        psutil.wait_procs(alive, timeout=DEADLINE_SECONDS)
+        psutil.wait_procs(alive, timeout=10)
 
     def remove(self) -> None:
         """End and delete everything."""
@@ -255,7 +255,7 @@ def run_here(*arguments: object, **environment: str) -> tuple[int, str, str]:
         os.environ.clear()
         os.environ.update(before)
     remains.check(err.getvalue())
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline = time.monotonic() + 10
     while (left := FORKER.alive()) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not left, ([process.pid for process in left], err.getvalue())

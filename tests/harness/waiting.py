@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-DEADLINE_SECONDS = 600
-"""After so long what must come about hangs: far more than it takes on a slow machine beside other work, since it is waited out by failures alone."""
+DEADLINE_SECONDS = 280
+"""After so long what must come about hangs. Less than the timeouts of five minutes and more that a run has: no test passes by waiting one out."""
 
 
 def wait_until(satisfied: Callable[[], bool], what: Callable[[], object] = lambda: None) -> None:

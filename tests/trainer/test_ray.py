@@ -59,7 +59,10 @@ def begin(cluster: RayNodes, schedule: Path, tmp_path: Path, hold: Hold) -> Iter
         words = arguments(schedule, run, *cluster.flags, "--store", store, "--trainers", "2", "--digest", *further)
         before = Run.open(run).status if run.exists() else None
         through = 10 if before is None else (reported_step(run / METRICS) or 0) + 10
-        return hold(words, through, anew=True)
+        job = hold(words, through, wait=False, anew=True)
+        job.answer(run)  # its servers stand, which on one core takes Ray minutes: the deadline counts anew from here
+        job.until(job.waits)
+        return job
 
     yield started
     if run.exists():

@@ -35,7 +35,7 @@ test-full: venv
 	$(BIN)/python -m pytest -q -rfEs --stepwise
 	$(MAKE) test-stores
 
-# The suite, and the tests that act on running work, again and again, also on a machine that is slow or busy; goes on where it stopped. Hours.
+# The suite, and the tests that act on running work, again and again, also slow or busy; goes on where it stopped. 4 hours on 2 cores.
 test-matrix: venv
 	$(BIN)/python tests/matrix.py --workers $(WORKERS)
 

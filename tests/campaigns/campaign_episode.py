@@ -57,7 +57,7 @@ class Episode:
     def _play_call(self, number: int) -> str | None:
         """Call `foreload train` once; returns how the run ended, None where it is to be gone on with."""
         run, plan = self._run, self._plan
-        begun, inflicted = (run.path / "status.json").exists(), len(self.done)
+        begun, inflicted = run.begun, len(self.done)
         self._check_edited(begun)
         call = run.train("--resume=auto") if plan.auto else run.train("--resume") if begun else run.train()
         run.calls += 1

@@ -151,6 +151,11 @@ class CampaignRun:
             subprocess.run(["umount", "--lazy", str(self.path.parent)], check=False)
 
     @property
+    def begun(self) -> bool:
+        """Whether the run has ever begun to train."""
+        return (self.path / "status.json").exists()
+
+    @property
     def on_small_disk(self) -> bool:
         """Whether the run has a disk of its own, so small that a fault can fill it."""
         return self.path.parent != self.folder
@@ -169,8 +174,8 @@ class CampaignRun:
         trainers = self.plan.trainers[self.calls % len(self.plan.trainers)]
         words = [
             *f"train {self._schedule} --run {self.path} --trainers {trainers} {model_words(self.own)}".split(),
-            # Once shards may have moved, the run knows where they are.
-            *(() if self.moves and self.json("manifest.json") else ("--store", store)),
+            # Once shards may have moved, the run knows where they are; one that never began to train is told like a new one.
+            *(() if self.moves and self.begun else ("--store", store)),
             *(("--auto",) if self.plan.adjusts else ()),
             *("--copies", str(self.plan.copies)),
             *(("--store-timeout", "3") if self.plan.members else ()),

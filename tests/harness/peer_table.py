@@ -87,8 +87,8 @@ def _try_wrap(library: str, name: str, folder: Path, urls: Sequence[str]) -> Non
     if doubtful := doubts(function, model, spec):
         raise _Unlike(doubtful[0])
     (folder / "learned").mkdir()
-    if peer_loops.compare(library, name, folder / "learned", urls).difference > peer_loops.BAR:
-        raise _Unlike("other logits after training")
+    if peer_loops.compare(library, name, folder / "learned", urls, 100).difference > peer_loops.BAR:
+        raise _Unlike("other logits after 100 steps")
     peer_trials.write_clicks(folder / "clicks.csv", peer_trials.SAMPLES)
     one, three = peer_trials.digests(library, name, folder / "clicks.csv", folder / "trained", urls, (1, 3))
     if one != three:
